@@ -1,0 +1,1 @@
+"""Triton kernels. Every file has the name of its oracle in `sglang_kvtc.codec`."""

@@ -1,0 +1,134 @@
+"""What a calibration artifact holds. `artifact.io` writes it as one safetensors file with JSON metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_kvtc.types import ModelGeometry, Side
+
+SCHEMA_VERSION = 1
+GROUP_SIZES = (1, 16, 64, 256, 1024)
+"""Components that may share one shift and scale (KVTC section 3.2)."""
+MAX_WIDTH = 8
+PARAM_BITS = 32
+"""A 16-bit shift and a 16-bit scale per group and token."""
+RangeRule = Literal["minmax", "gaussian"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """The model's rotary embedding, as far as undoing it needs.
+
+    inv_freq: angular frequency of each rotated pair, f64[rotary_dim // 2], after any scaling.
+    attention_factor: multiplier on cos and sin (yarn), 1 otherwise.
+    interleaved: pairs are (2i, 2i+1) instead of NeoX (i, i + rotary_dim/2).
+    """
+
+    kind: str
+    rotary_dim: int
+    inv_freq: tuple[float, ...]
+    attention_factor: float = 1.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive principal components [start, start + size) quantised to `width` bits with shared shift and scale."""
+
+    start: int
+    size: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class SidePlan:
+    """Bit allocation of K or V: the coded groups in ascending order; components in no group are not stored."""
+
+    groups: tuple[Group, ...]
+    predicted_error: float
+    """Expected squared error per token divided by the variance per token, on the calibration sample."""
+    range_rule: RangeRule = "minmax"
+    """How the encoder chooses shift and scale (codec.quantize). Frames decode without knowing it."""
+
+    @property
+    def columns(self) -> npt.NDArray[np.int64]:
+        """Principal components that are kept, ascending: the columns of the basis that are used."""
+        if not self.groups:
+            return np.zeros(0, dtype=np.int64)
+        return np.concatenate([np.arange(g.start, g.start + g.size) for g in self.groups])
+
+    @property
+    def widths(self) -> npt.NDArray[np.uint8]:
+        """Bit width of every kept component."""
+        return np.repeat(np.array([g.width for g in self.groups], np.uint8), [g.size for g in self.groups])
+
+    @property
+    def group_sizes(self) -> npt.NDArray[np.int64]:
+        return np.array([g.size for g in self.groups], dtype=np.int64)
+
+    @property
+    def bits_per_token(self) -> int:
+        """Payload and parameter bits of one token, before entropy coding."""
+        return sum(g.size * g.width + PARAM_BITS for g in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One target ratio: 16-bit bytes over bits of the plan, before entropy coding."""
+
+    target_ratio: float
+    k: SidePlan
+    v: SidePlan
+
+    def side(self, side: Side) -> SidePlan:
+        return self.k if side is Side.K else self.v
+
+
+@dataclass(frozen=True, slots=True)
+class SideBasis:
+    """Linear transform of K or V: coefficients = (features * scale - mean) @ basis.
+
+    scale: f32[p], positive; ones in preset `paper`. mean: f32[p], of the scaled features.
+    basis: f16[p, r], orthonormal columns by falling variance. variances: f32[r], per component.
+    total_variance: mean squared norm of the centred features, what r components together approach.
+    """
+
+    scale: npt.NDArray[np.float32]
+    mean: npt.NDArray[np.float32]
+    basis: npt.NDArray[np.float16]
+    variances: npt.NDArray[np.float32]
+    total_variance: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """Which checkpoint the artifact was made for. `digest` is hex; the names are for messages only."""
+
+    architecture: str
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A calibrated model. Ratio 1 (lossless) needs no bases: then `k` and `v` are None and `plans` is empty.
+
+    Feature order is (layer, kv_head, channel). `provenance` records corpus, tokens, seed, preset and code version;
+    `digest` is 16 bytes over everything else, and every frame carries it.
+    """
+
+    geometry: ModelGeometry
+    rope: RopeSpec
+    fingerprint: ModelFingerprint
+    k: SideBasis | None
+    v: SideBasis | None
+    plans: tuple[Plan, ...]
+    provenance: dict[str, str] = field(default_factory=dict)
+    digest: bytes = b""
+
+    def basis(self, side: Side) -> SideBasis | None:
+        return self.k if side is Side.K else self.v

@@ -1,0 +1,114 @@
+"""The model under calibration: a Hugging Face causal LM whose cache is plain K and V of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from sglang_kvtc.codec.transform import DTYPES
+from sglang_kvtc.errors import ConfigError, UnsupportedError
+from sglang_kvtc.types import ModelGeometry
+
+
+def load_config(model_dir: Path) -> Any:
+    """Read the text decoder's configuration of a Hugging Face directory.
+
+    Raises ConfigError when the directory holds none, UnsupportedError (naming the cause) for a model whose cache is
+    not one key and one value per token, layer and KV head.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"--model {model_dir}: no Hugging Face model directory (it has no config.json)")
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedError(f"--model {model_dir}: transformers does not know this model: {error}") from error
+    config = config.get_text_config(decoder=True)
+    _check_cache(config)
+    return config
+
+
+def load_model(model_dir: Path, dtype: str, device: str = "cpu") -> Any:
+    """Load the causal LM in `dtype` (a key of DTYPES) for inference."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=DTYPES[dtype], local_files_only=True)
+    return model.to(device).eval()
+
+
+def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies beside the model. Raises ConfigError when there is none."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--model {model_dir}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def model_geometry(config: Any) -> ModelGeometry:
+    """KV geometry of an unsharded model; the KV dtype is that of the weights, as SGLang's `auto` takes it."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"a KV cache of dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    return ModelGeometry(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        v_head_dim=getattr(config, "v_head_dim", None) or head_dim,
+        dtype=dtype,
+    )
+
+
+def prefill(model: Any, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one sequence and return its cache.
+
+    Returns keys: dtype[num_layers, num_tokens, num_kv_heads, head_dim], after RoPE, and values with v_head_dim, on the
+    model's device. Raises UnsupportedError when the model keeps another cache than its configuration says.
+    """
+    cache = DynamicCache(config=model.config)
+    input_ids = torch.tensor([token_ids], device=model.device)
+    with torch.inference_mode():
+        # The base model: no logits, which would cost more than the rest for a large vocabulary.
+        model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    layers = cache.layers
+    if not all(type(layer) is DynamicLayer and layer.get_seq_length() == len(token_ids) for layer in layers):
+        raise UnsupportedError(f"{type(model).__name__} does not fill a plain cache of every token")
+    keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers])
+    values = torch.stack([layer.values[0].transpose(0, 1) for layer in layers])
+    return keys, values
+
+
+def continue_from(model: Any, keys: torch.Tensor, values: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits of `token_ids` as the continuation of a given cache: [num_tokens, vocabulary], in the model's dtype.
+
+    keys, values: as `prefill` returns them, in any float dtype.
+    """
+    cache = DynamicCache(config=model.config)
+    for index, (layer_keys, layer_values) in enumerate(zip(keys, values, strict=True)):
+        heads_first = (
+            heads.transpose(0, 1)[None].to(model.device, model.dtype) for heads in (layer_keys, layer_values)
+        )
+        cache.update(*heads_first, index)
+    with torch.inference_mode():
+        input_ids = torch.tensor([token_ids], device=model.device)
+        logits: torch.Tensor = model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[0]
+    return logits
+
+
+def _check_cache(config: Any) -> None:
+    name = config.model_type
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedError(f"{name}: multi-head latent attention (MLA) caches latents, not keys and values")
+    layers = DynamicCache(config=config).layers
+    kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if any("LinearAttention" in kind for kind in kinds):
+        raise UnsupportedError(f"{name}: recurrent or linear-attention layers ({', '.join(kinds)})")
+    if any("Sliding" in kind for kind in kinds):
+        raise UnsupportedError(f"{name}: sliding-window or chunked attention ({', '.join(kinds)})")
+    if kinds:
+        raise UnsupportedError(f"{name}: its cache has more than keys and values ({', '.join(kinds)})")
+    if len(layers) != config.num_hidden_layers:
+        raise UnsupportedError(f"{name}: {config.num_hidden_layers} layers share {len(layers)} caches")

@@ -1,0 +1,1 @@
+"""The CPU reference of the codec: KV cache <-> symbols <-> frames (KVTC section 3)."""

@@ -1,0 +1,155 @@
+"""Per-token uniform quantisation of groups of principal components (KVTC section 3.2).
+
+A group of `size` components and one token share a 16-bit shift and scale, and a component becomes a symbol of `width`
+bits: symbol = round((coefficient - shift) / scale), clipped to 0 .. 2**width - 1; decoding is shift + scale x symbol.
+The rounding rule: shift is rounded down to f16 and scale up, so the levels always span the range [low, high] they were
+made for, and a coefficient in it is off by at most scale / 2.
+
+How the encoder chooses [low, high] is the plan's `range_rule`; the decoder does not depend on it:
+
+- "minmax" (the paper): the smallest and largest coefficient of the group.
+- "gaussian": that interval shrunk about its centre. With few levels the extremes of a bell-shaped source are poor
+  reconstruction points; the factors minimise the squared error of independent Gaussian coefficients.
+
+Non-finite coefficients, and ranges that f16 cannot hold, give a non-finite shift or scale; the caller looks for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang_kvtc.artifact.schema import Group, RangeRule
+
+RANGE_FACTORS: dict[int, tuple[float, ...]] = {
+    1: (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+    16: (0.46, 0.80, 0.96, 0.98, 1.0, 1.0, 1.0, 1.0),
+    64: (0.36, 0.66, 0.86, 0.96, 0.98, 1.0, 1.0, 1.0),
+    256: (0.30, 0.54, 0.74, 0.88, 0.96, 0.98, 1.0, 1.0),
+    1024: (0.26, 0.48, 0.66, 0.80, 0.90, 0.96, 1.0, 1.0),
+}
+"""Share of the interval [min, max] that rule "gaussian" keeps, by group size, for widths 1 to 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """Neighbouring groups of equal size and width, quantised in one go.
+
+    first_row: row of the first component among the kept ones. first_group: index of the first group in the plan.
+    """
+
+    first_row: int
+    first_group: int
+    num_groups: int
+    size: int
+    width: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_groups * self.size)
+
+    @property
+    def groups(self) -> slice:
+        return slice(self.first_group, self.first_group + self.num_groups)
+
+
+def group_runs(groups: tuple[Group, ...]) -> Iterator[GroupRun]:
+    """Maximal runs of equal size and width, in the order of the plan."""
+    row = index = 0
+    for (size, width), run in itertools.groupby(groups, key=lambda group: (group.size, group.width)):
+        count = len(list(run))
+        yield GroupRun(row, index, count, size, width)
+        row += count * size
+        index += count
+
+
+def quantize(
+    coefficients: torch.Tensor, runs: tuple[GroupRun, ...], rule: RangeRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the kept components of a chunk.
+
+    coefficients: float[num_components, num_tokens]. Returns symbols u8[num_components, num_tokens] and params
+    f16[2, num_groups, num_tokens]: shifts, then scales. Params that are not finite make the symbols meaningless.
+    """
+    num_components, num_tokens = coefficients.shape
+    symbols = torch.empty(num_components, num_tokens, dtype=torch.uint8)
+    params = torch.empty(2, sum(run.num_groups for run in runs), num_tokens, dtype=torch.float16)
+    for run in runs:
+        values = coefficients[run.rows].float().view(run.num_groups, run.size, num_tokens)
+        levels, params[0, run.groups], params[1, run.groups] = quantize_groups(values, run.width, rule)
+        symbols[run.rows] = levels.view(-1, num_tokens)
+    return symbols, params
+
+
+def dequantize(
+    symbols: torch.Tensor, params: torch.Tensor, runs: tuple[GroupRun, ...], out: torch.Tensor
+) -> torch.Tensor:
+    """Inverse of `quantize`, computed in fp32 and rounded to the dtype of `out`: float[num_components, num_tokens]."""
+    num_tokens = symbols.shape[1]
+    shifts, scales = params.float()
+    for run in runs:
+        levels = symbols[run.rows].view(run.num_groups, run.size, num_tokens).float()
+        values = torch.addcmul(shifts[run.groups, None], levels, scales[run.groups, None], out=levels)
+        out[run.rows] = values.view(-1, num_tokens)
+    return out
+
+
+def quantize_groups(
+    values: torch.Tensor, width: int, rule: RangeRule
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise groups of equal size and width.
+
+    values: f32[num_groups, size, num_tokens]. Returns symbols i32 of the same shape, and shift and scale
+    f16[num_groups, num_tokens].
+    """
+    if width == 0:
+        low = high = values.mean(dim=1)
+    else:
+        low, high = values.amin(dim=1), values.amax(dim=1)
+    shift, scale = shift_and_scale(low, high, values.shape[1], width, rule)
+    return nearest_symbols(in_steps(values, shift, scale), width), shift, scale
+
+
+def shift_and_scale(
+    low: torch.Tensor, high: torch.Tensor, size: int, width: int, rule: RangeRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shift and scale f16[num_groups, num_tokens] of groups whose coefficients lie between `low` and `high` (f32)."""
+    if rule == "gaussian" and width:
+        margin = (high - low) * ((1 - RANGE_FACTORS[size][width - 1]) / 2)
+        low, high = low + margin, high - margin
+    shift = _round_down(low)
+    return shift, _round_up((high - shift.float()) / max(2**width - 1, 1))
+
+
+def in_steps(values: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Distance of each coefficient from its group's shift, in steps: f32[num_groups, size, num_tokens]."""
+    step = scale.float()
+    # A group of equal values that f16 holds exactly has scale 0, and every distance in it is 0.
+    per_step = torch.where(step > 0, 1 / step, 0.0)
+    return (values - shift.float()[:, None]).mul_(per_step[:, None])
+
+
+def nearest_symbols(steps: torch.Tensor, width: int) -> torch.Tensor:
+    """Symbols i32 that decode closest to `steps`."""
+    # Cutting off after adding a half is rounding for numbers of at least 0; clamping first keeps them so. torch has no
+    # vectorised conversion from f32 to u8, and its round() starts threads even for small arrays.
+    return steps.clamp(0, 2**width - 1).add_(0.5).to(torch.int32)
+
+
+def _round_down(values: torch.Tensor) -> torch.Tensor:
+    """Largest f16 that is not above the value."""
+    nearest = values.half()
+    bits = nearest.view(torch.int16)
+    # The next f16 towards minus infinity: one more in magnitude for negative numbers (and -0), one less for others.
+    below = torch.where(bits < 0, bits + 1, bits - 1).view(torch.float16)
+    return torch.where(nearest.float() > values, below, nearest)
+
+
+def _round_up(values: torch.Tensor) -> torch.Tensor:
+    """Smallest f16 that is not below the value, for values of at least 0."""
+    nearest = values.half()
+    above = (nearest.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(nearest.float() < values, above, nearest)

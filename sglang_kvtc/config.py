@@ -1,0 +1,96 @@
+"""Frozen configuration, read once at the edge from flags or one TOML file and passed down explicitly.
+
+Every key has a default, so an empty file is a valid configuration. Unknown keys and wrong types are refused with the
+key's name. The TOML layout is one table per struct: `[codec]` and `[tier]`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from sglang_kvtc.errors import ConfigError
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+
+CONFIG_ENV = "SGLANG_KVTC_CONFIG"
+"""The one environment variable: path of the TOML file. It serves `sglang.Engine`, which takes no extra flags."""
+
+
+class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How nodes are cut into frames and coded.
+
+    target_ratio: which of the artifact's plans to use; 0 means the artifact's first one. Ratio 1 is lossless.
+    sink_tokens: first positions of a sequence, always stored raw (KVTC section 2: coding them ruins the output).
+    window_tokens: last tokens of a node, stored in `window_format` instead of being coded.
+    chunk_tokens: most tokens in one frame; bounds the working memory of encode and decode.
+    coder: entropy coder of every section (bitstream.entropy); `coder_level` is its effort.
+    compute_dtype: dtype of the projections; "auto" takes bfloat16 where the KV cache is 16-bit, else float32.
+    """
+
+    target_ratio: float = 0.0
+    sink_tokens: NonNegativeInt = 4
+    window_tokens: NonNegativeInt = 128
+    window_format: Literal["fp8", "raw"] = "fp8"
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=16, le=8192)] = 512
+    coder: Literal["identity", "deflate"] = "deflate"
+    coder_level: Annotated[int, msgspec.Meta(ge=1, le=9)] = 6
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When and where prefix nodes are compressed.
+
+    arena_bytes: budget of this rank for frames and for raw copies on their way to becoming frames; 0 means a tenth of
+        the memory available at start.
+    staging_bytes: most of it that raw copies may take while they wait for the encoder.
+    min_node_tokens: no coded frame is shorter; shorter runs are stored in the window format.
+    stale_after_s: an unused prefix untouched for so long is compressed before there is pressure; 0 turns it off.
+    stale_min_usage: ... once this share of the device pool is in use (below it, a device hit is free and better).
+    compress_per_tick: most nodes handed to the encoder in one scheduler step.
+    restore_min_tokens: shorter host hits are recomputed, since a restore has a fixed cost.
+    layers_per_step: layers decoded between two releases of waiting attention layers.
+    codec_threads: CPU threads of the encoder and decoder; 0 means as many as torch uses.
+    """
+
+    arena_bytes: NonNegativeInt = 0
+    staging_bytes: PositiveInt = 256 << 20
+    min_node_tokens: PositiveInt = 32
+    stale_after_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    stale_min_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    compress_per_tick: PositiveInt = 4
+    restore_min_tokens: PositiveInt = 16
+    layers_per_step: PositiveInt = 6
+    codec_threads: NonNegativeInt = 0
+
+
+class KVTCConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the server needs. `artifact` is the directory or file written by `sglang-kvtc calibrate`."""
+
+    artifact: str = ""
+    codec: CodecConfig = CodecConfig()
+    tier: TierConfig = TierConfig()
+
+
+def from_toml(path: str | Path) -> KVTCConfig:
+    """Read a configuration file.
+
+    Raises ConfigError when the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    return from_table(table, str(path))
+
+
+def from_table(table: dict[str, object], source: str) -> KVTCConfig:
+    """Validate a parsed table; `source` names it in errors. Raises ConfigError."""
+    try:
+        return msgspec.convert(table, KVTCConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error

@@ -1,0 +1,148 @@
+"""What is supported, checked once at start. Everything else is refused by name with a sentence that says what to do."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_kvtc.artifact.fingerprint import fingerprint_model
+from sglang_kvtc.artifact.io import load_artifact
+from sglang_kvtc.artifact.schema import Artifact
+from sglang_kvtc.config import KVTCConfig
+from sglang_kvtc.errors import ArtifactError, ConfigError, UnsupportedError
+from sglang_kvtc.types import ModelGeometry
+
+SUPPORTED_SGLANG = ("0.5.23",)
+"""Releases whose private names this integration was verified against."""
+
+CACHE_INTERNALS = (
+    "_demote",
+    "_evict_device_leaf",
+    "_evict_device_next_node",
+    "_execute_and_commit_kv_backup",
+    "check_hicache_events",
+    "evict_host",
+    "init_load_back",
+    "insert",
+    "match_prefix",
+    "path_device_indices",
+    "writing_check",
+)
+"""Methods of UnifiedRadixCache that the tier overrides or calls."""
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+_REFUSED_SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("disable_radix_cache", (False,), "there is no prefix cache to compress: drop --disable-radix-cache"),
+    ("speculative_algorithm", (None,), "draft KV would not be restored: drop --speculative-algorithm"),
+    ("disaggregation_mode", ("null", None), "PD disaggregation is not supported: drop --disaggregation-mode"),
+    ("tp_size", (1,), "tensor parallelism needs an artifact per shard, which this version lacks: use --tp-size 1"),
+    ("pp_size", (1,), "pipeline parallelism needs an artifact per stage, which this version lacks: use --pp-size 1"),
+    ("dp_size", (1,), "data parallelism is not tested: use --dp-size 1"),
+    ("enable_lmcache", (False,), "another cache tier is on: drop --enable-lmcache"),
+    ("enable_flexkv", (False,), "another cache tier is on: drop --enable-flexkv"),
+    ("enable_unified_cache_external_linker", (False,), "another cache tier is on: drop the external linker"),
+    ("hicache_storage_backend", (None,), "storage below the tier is not supported: drop --hicache-storage-backend"),
+    ("enable_session_radix_cache", (False,), "session caching is not tested: drop --enable-session-radix-cache"),
+    ("enable_lora", (None, False), "LoRA adapters change K and V that the artifact was fitted on: drop --enable-lora"),
+)
+"""(ServerArgs field, accepted values, why and what to do)."""
+
+
+def check_engine_version() -> None:
+    """Raises UnsupportedError for an SGLang release this integration was not verified against."""
+    found = version("sglang")
+    if found not in SUPPORTED_SGLANG:
+        raise UnsupportedError(
+            f"SGLang {found} is not supported: install sglang=={SUPPORTED_SGLANG[-1]} (supported: "
+            f"{', '.join(SUPPORTED_SGLANG)})"
+        )
+
+
+def check_internals(cache_class: type) -> None:
+    """Raises UnsupportedError if the engine lacks a method the tier stands on."""
+    missing = [name for name in CACHE_INTERNALS if not callable(getattr(cache_class, name, None))]
+    if missing:
+        raise UnsupportedError(f"this SGLang lacks {', '.join(missing)} of {cache_class.__name__}: reinstall 0.5.23")
+
+
+def check_settings(server_args: Any) -> None:
+    """Raises UnsupportedError naming the first server setting the tier cannot serve."""
+    for name, accepted, advice in _REFUSED_SETTINGS:
+        value = getattr(server_args, name)
+        if value not in accepted:
+            raise UnsupportedError(f"{name}={value!r}: {advice}")
+    dtype = server_args.kv_cache_dtype
+    if dtype not in ("auto", "bf16", "bfloat16"):
+        raise UnsupportedError(f"kv_cache_dtype={dtype!r}: quantised KV keeps scales apart; use --kv-cache-dtype auto")
+
+
+def load_for_model(config: KVTCConfig, model_path: str) -> Artifact:
+    """The artifact of the configuration, checked against the checkpoint.
+
+    Raises ArtifactError if it is missing, damaged or was fitted on another checkpoint.
+    """
+    if not config.artifact:
+        raise ConfigError(
+            "no artifact given: pass --kvtc-artifact, made by "
+            f"`sglang-kvtc calibrate --model {model_path} --out artifact/`"
+        )
+    artifact = load_artifact(config.artifact)
+    model_dir = Path(model_path)
+    if not model_dir.is_dir():
+        raise UnsupportedError(f"--model-path {model_path} is not a local directory: download the checkpoint first")
+    found = fingerprint_model(model_dir)
+    if found.digest != artifact.fingerprint.digest:
+        raise ArtifactError(
+            f"{config.artifact} was made for {artifact.fingerprint.name} ({artifact.fingerprint.digest[:12]}), but "
+            f"{model_path} is {found.name} ({found.digest[:12]}): run `sglang-kvtc calibrate --model {model_path}`"
+        )
+    return artifact
+
+
+def check_launch(server_args: Any, config: KVTCConfig) -> None:
+    """Everything that can be known before weights load. Raises a KVTCError."""
+    check_engine_version()
+    check_settings(server_args)
+    load_for_model(config, server_args.model_path)
+
+
+def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artifact) -> ModelGeometry:
+    """Compare the engine's KV pool with the artifact and return the geometry both agree on.
+
+    Raises UnsupportedError for a pool that is not plain multi-head NHD in 16 or 32 bits on the CPU, ArtifactError for
+    another geometry.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    if model_config.attention_arch is not AttentionArch.MHA or type(kvcache) is not MHATokenToKVPool:
+        raise UnsupportedError(
+            f"{type(kvcache).__name__} with {model_config.attention_arch.name} attention: only models with plain "
+            "multi-head or grouped-query attention have a KV cache that can be coded"
+        )
+    if is_hybrid or model_config.is_hybrid_swa:
+        raise UnsupportedError("sliding-window and Mamba hybrids keep state beside the KV cache, which is not coded")
+    if torch.device(kvcache.device).type != "cpu":
+        raise UnsupportedError(f"device {kvcache.device}: this version restores on CPU servers only; use --device cpu")
+    keys, values = kvcache.k_buffer[0], kvcache.v_buffer[0]
+    if keys.dtype not in _DTYPES or keys.dtype != values.dtype:
+        raise UnsupportedError(f"KV dtypes {keys.dtype} and {values.dtype}: use a 16-bit or 32-bit KV cache")
+    found = ModelGeometry(
+        num_layers=kvcache.layer_num,
+        num_kv_heads=kvcache.head_num,
+        head_dim=kvcache.head_dim,
+        v_head_dim=kvcache.v_head_dim,
+        dtype=_DTYPES[keys.dtype],
+    )
+    expected_shapes = [(found.num_kv_heads, found.head_dim), (found.num_kv_heads, found.v_head_dim)]
+    if [tuple(keys.shape[1:]), tuple(values.shape[1:])] != expected_shapes:
+        raise UnsupportedError(
+            f"the KV pool is laid out as {tuple(keys.shape)} and {tuple(values.shape)}, not [slot, head, channel]"
+        )
+    if found != artifact.geometry:
+        raise ArtifactError(f"the artifact describes {artifact.geometry}, the server runs {found}: calibrate again")
+    return found

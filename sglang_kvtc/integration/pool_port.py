@@ -1,0 +1,30 @@
+"""EnginePort over SGLang's MHATokenToKVPool (one K and one V buffer per layer, [slot, head, channel])."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class PoolPort:
+    """Reads the pool's buffers directly: its own accessors would wait for the restore that is being written."""
+
+    def __init__(self, kvcache: Any) -> None:
+        self._keys: list[torch.Tensor] = kvcache.k_buffer
+        self._values: list[torch.Tensor] = kvcache.v_buffer
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _gather(self._keys, slots), _gather(self._values, slots)
+
+    def scatter(self, layers: range, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for index, layer in enumerate(layers):
+            self._keys[layer].index_copy_(0, slots, keys[index])
+            self._values[layer].index_copy_(0, slots, values[index])
+
+
+def _gather(buffers: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+    out = torch.empty((len(buffers), len(slots), *buffers[0].shape[1:]), dtype=buffers[0].dtype)
+    for layer, buffer in enumerate(buffers):
+        torch.index_select(buffer, 0, slots, out=out[layer])
+    return out

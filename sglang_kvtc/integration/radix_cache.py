@@ -1,0 +1,186 @@
+"""SGLang's unified radix cache with the compressed tier below it.
+
+Matching, splitting, locking, LRU order, load-back and events stay SGLang's; this class attaches our controller, asks
+the tree where a node starts, and compresses stale nodes. Both tree cores work: nothing here touches node objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_kvtc.artifact.schema import Artifact
+from sglang_kvtc.codec.codec import KVCodec
+from sglang_kvtc.config import KVTCConfig
+from sglang_kvtc.integration.arena import arena_bytes
+from sglang_kvtc.integration.compat import (
+    check_engine_version,
+    check_internals,
+    check_pool,
+    check_settings,
+    load_for_model,
+)
+from sglang_kvtc.integration.controller import KVTCController
+from sglang_kvtc.integration.flags import config_of
+from sglang_kvtc.integration.pool_port import PoolPort
+from sglang_kvtc.tier.policy import SlotClock
+from sglang_kvtc.tier.tier import CompressedTier
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+"""Least time between two looks for stale nodes; the scheduler calls in on every step, also while it spins idle."""
+
+
+class KVTCRadixCache(UnifiedRadixCache):
+    """Built by `build_kvtc_cache`, which calls `attach_tier` right after construction."""
+
+    def attach_tier(self, tier: CompressedTier, tp_worker: Any) -> None:
+        kvcache = self.token_to_kv_pool_allocator.get_kvcache()
+        controller = KVTCController(
+            tier=tier,
+            allocator=self.token_to_kv_pool_allocator,
+            num_layers=kvcache.layer_num,
+            start_position_of=self._start_position_of,
+            make_room=self._make_room,
+        )
+        self._tier = tier
+        self._clock = SlotClock(len(kvcache.k_buffer[0]), kvcache.k_buffer[0].device)
+        self._next_tick = 0.0
+        self.cache_controller = controller
+        self.host_pool_group = controller.mem_pool_host
+        self.full_kv_pool_host = controller.mem_pool_host
+        self.components[ComponentType.FULL]._full_kv_pool_host = controller.mem_pool_host
+        self.tree_core.set_hicache_enabled()
+        self.is_write_back = True
+        # Write-through on insert never: nodes are coded when they are evicted or stale.
+        self.write_through_threshold = 1 << 30
+        self.load_back_threshold = tier.config.restore_min_tokens
+        kvcache.register_layer_transfer_counter(controller.layer_done_counter)
+        tp_worker.register_hicache_layer_transfer_counter(controller.layer_done_counter)
+
+    def tier_stats(self) -> dict[str, float]:
+        """Numbers of the tier for `GET /server_info`."""
+        return self._tier.stats()
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        result = super().match_prefix(params)
+        if result.host_hit_length > 0:
+            result = self._cut_at_damage(params, result)
+        self._touch(result.last_device_node)
+        return result
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        result = super().insert(params)
+        self._touch(result.last_device_node)
+        return result
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        now = time.monotonic()
+        if self._tier.config.stale_after_s > 0 and now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self._compress_stale(now)
+
+    def _cut_at_damage(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
+        """End a hit before the first chunk known to be lost, so that what is promised can be restored."""
+        transfer, _ = self.tree_core.build_load_back_spec(result.best_match_node, req=params.req)
+        ids = transfer.host_indices.numpy()
+        usable = self._tier.restorable_prefix(ids)
+        if usable == len(ids):
+            return result
+        length = (result.device_prefix_len + usable) // self.page_size * self.page_size
+        return super().match_prefix(dataclasses.replace(params, key=params.key[:length]))
+
+    def _touch(self, node_id: int) -> None:
+        if self._tier.config.stale_after_s > 0:
+            self._clock.touch(self.path_device_indices(node_id), time.monotonic())
+
+    def _start_position_of(self, node_id: int, num_tokens: int) -> int:
+        # A node is backed up while it is a device leaf, so its whole path is on the device.
+        return len(self.path_device_indices(node_id)) - num_tokens
+
+    def _make_room(self, num_tokens: int) -> bool:
+        return self.evict_host(num_tokens) > 0
+
+    def _compress_stale(self, now: float) -> None:
+        """Compress a bounded number of leaves that nobody touched for `stale_after_s`, coldest first.
+
+        Only while the device pool is used enough for it to matter (`stale_min_usage`), and only what the encoder can
+        take at once: a scheduler step never waits for it here.
+        """
+        config = self._tier.config
+        allocator = self.token_to_kv_pool_allocator
+        if 1 - allocator.available_size() / allocator.size < config.stale_min_usage:
+            return
+        tracker = dict.fromkeys(self.tree_components, 0)
+        self.tree_core.evict_device_start(ComponentType.FULL, allocator.size)
+        try:
+            for _ in range(config.compress_per_tick):
+                node_id, _progress = self._evict_device_next_node(ComponentType.FULL, tracker)
+                if node_id is None:
+                    break
+                path = self.path_device_indices(node_id)
+                if self._clock.idle_s(int(path[-1]), now) < config.stale_after_s:
+                    break
+                if not self._tier.can_stage(len(path)) or not self._compress_leaf(node_id, tracker):
+                    break
+        finally:
+            self.tree_core.evict_device_end(ComponentType.FULL)
+        freed = sum(tracker.values())
+        if freed:
+            logger.info("kvtc: compressed stale prefixes, %d device tokens freed", freed)
+
+    def _compress_leaf(self, node_id: int, tracker: dict[ComponentType, int]) -> bool:
+        backup = self._evict_device_leaf(node_id, tracker)
+        if backup is None:
+            # It was backed up before: its slots are already free and nothing is coded again.
+            return True
+        if self._execute_and_commit_kv_backup(backup, write_back=True) == 0:
+            return False
+        self.writing_check(write_back=True)
+        self._demote(node_id, tracker)
+        return True
+
+
+def build_kvtc_cache(ctx: TreeCacheBuildContext) -> KVTCRadixCache:
+    """Factory of the backend `kvtc`, in the scheduler process.
+
+    Checks again what the launcher checked (`sglang.Engine` has no launcher) and what only the scheduler knows. Raises
+    a KVTCError, which ends the start.
+    """
+    check_engine_version()
+    check_internals(KVTCRadixCache)
+    check_settings(ctx.server_args)
+    config = config_of(ctx.server_args)
+    artifact = load_for_model(config, ctx.server_args.model_path)
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    check_pool(kvcache, ctx.model_config, ctx.is_hybrid_swa or ctx.is_hybrid_ssm, artifact)
+    codec = KVCodec(artifact, config.codec)
+    arena = arena_bytes(config.tier)
+    # SGLang's own host pool is not built: `attach_tier` takes its place.
+    cache = create_unified_radix_cache(
+        dataclasses.replace(ctx, enable_hierarchical_cache=False), cache_class=KVTCRadixCache
+    )
+    cache.attach_tier(CompressedTier(codec, PoolPort(kvcache), config.tier, arena), ctx.tp_worker)
+    logger.info(_start_line(artifact, config, codec, arena))
+    return cache
+
+
+def _start_line(artifact: Artifact, config: KVTCConfig, codec: KVCodec, arena: int) -> str:
+    mode = "lossless" if codec.target_ratio == 1 else f"lossy, target ratio {codec.target_ratio:g}"
+    return (
+        f"kvtc: model {artifact.fingerprint.name}, artifact {config.artifact} ({artifact.digest.hex()[:12]}), {mode}, "
+        f"{codec.planned_bytes_per_token:.0f} of {artifact.geometry.bytes_per_token} bytes per coded token, "
+        f"arena {arena} bytes on the host, backend cpu"
+    )

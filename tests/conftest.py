@@ -1,0 +1,12 @@
+"""Settings shared by all tests."""
+
+import os
+
+import hypothesis
+
+# Models come from installed packages: a test that tries to reach a model hub fails at once instead of hanging.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Examples are drawn the same way in every run, and a slow shared machine is not a failure.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
