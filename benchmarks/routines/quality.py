@@ -16,13 +16,12 @@ from sglang_kvtc.artifact.schema import Artifact
 from sglang_kvtc.benchmarks.baselines import Coded, fp8, integer
 from sglang_kvtc.benchmarks.harness import Method, evaluate, load_passages, summarize
 from sglang_kvtc.calibrate.calibration import cached_calibration
-from sglang_kvtc.calibrate.causal_lm import load_model, load_tokenizer
+from sglang_kvtc.calibrate.causal_lm import DTYPES, load_model, load_tokenizer
 from sglang_kvtc.calibrate.corpus import BUILTIN, read_documents, split_documents
 from sglang_kvtc.calibrate.demo_artifact import DEMO_RATIOS, DEMO_TOKENS, demo_calibration
 from sglang_kvtc.calibrate.demo_model import default_cache_dir, demo_model_dir
 from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.codec.codec import KVCodec
-from sglang_kvtc.codec.transform import DTYPES
 from sglang_kvtc.config import CodecConfig
 from sglang_kvtc.types import TokenRange
 

@@ -19,7 +19,7 @@ from sglang_kvtc import __version__
 from sglang_kvtc.artifact.fingerprint import fingerprint_model
 from sglang_kvtc.artifact.io import load_artifact, save_artifact
 from sglang_kvtc.artifact.schema import Artifact, Plan
-from sglang_kvtc.calibrate.causal_lm import load_config, load_model, load_tokenizer, model_geometry
+from sglang_kvtc.calibrate.causal_lm import DTYPES, load_config, load_model, load_tokenizer, model_geometry
 from sglang_kvtc.calibrate.collect import collect
 from sglang_kvtc.calibrate.corpus import (
     BUILTIN,
@@ -32,7 +32,6 @@ from sglang_kvtc.calibrate.fit import fit_side
 from sglang_kvtc.calibrate.held_out import measure_held_out
 from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.codec.rope import rope_spec_from_config
-from sglang_kvtc.codec.transform import DTYPES
 from sglang_kvtc.errors import ArtifactError, ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
 
@@ -49,6 +48,12 @@ _PCA_SAMPLE_BYTES = 8 << 30
 """Memory for the rows of a randomized PCA, both sides together."""
 _HELD_OUT_TOKENS = 4096
 _CHARACTERS_READ_PER_TOKEN = 64
+_DECIDING_FILES = (
+    "artifact/schema.py",
+    *(f"calibrate/{name}.py" for name in ("calibration", "causal_lm", "collect", "corpus", "fit", "pca")),
+    *(f"codec/{name}.py" for name in ("allocate", "quantize", "rope")),
+)
+"""What a cached artifact depends on, besides its settings; other edits need no new calibration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,12 @@ class Calibration:
         ):
             if value < smallest:
                 raise ConfigError(f"{flag} {value}: expected at least {smallest}")
+        try:
+            is_there = torch.device(self.device).type == "cpu" or torch.get_device_module(self.device).is_available()
+        except RuntimeError as error:
+            raise ConfigError(f"--device {self.device}: {error}") from error
+        if not is_there:
+            raise ConfigError(f"--device {self.device}: torch finds no such device on this machine")
         if not self.max_error > 0:
             raise ConfigError(f"--max-error {self.max_error}: expected a positive number")
 
@@ -135,16 +146,9 @@ def calibrate(settings: Calibration, progress: Progress) -> Artifact:
         for side in Side
     }
     (k_basis, k_plans), (v_basis, v_plans) = fitted[Side.K], fitted[Side.V]
-    artifact = dataclasses.replace(
-        artifact,
-        k=k_basis,
-        v=v_basis,
-        plans=tuple(Plan(*plan) for plan in zip(settings.ratios, k_plans, v_plans, strict=True)),
-        provenance=_provenance(settings, training, pca_rows),
-    )
+    plans = tuple(Plan(*plan) for plan in zip(settings.ratios, k_plans, v_plans, strict=True))
+    artifact = dataclasses.replace(artifact, k=k_basis, v=v_basis, plans=plans)
     errors = measure_held_out(model, held_out, artifact, progress)
-    artifact.provenance["held_out_corpus"] = held_out_corpus
-    artifact.provenance["held_out_error"] = json.dumps([dataclasses.asdict(error) for error in errors])
     for error in errors:
         for side in Side:
             if not error.total(side) <= settings.max_error:
@@ -152,7 +156,23 @@ def calibrate(settings: Calibration, progress: Progress) -> Artifact:
                     f"ratio {error.target_ratio:g} loses {error.total(side):.3f} of the variance of {side.name} on "
                     f"held-out text, more than --max-error {settings.max_error:g}: lower --ratio or raise --tokens"
                 )
-    return artifact
+    return dataclasses.replace(
+        artifact,
+        provenance={
+            "preset": "paper",
+            "version": __version__,
+            "code": code_digest(),
+            "corpus": " ".join(settings.data),
+            "tokens": str(settings.num_tokens),
+            "documents": str(len({sequence.name for sequence in training})),
+            "max_length": str(settings.max_length),
+            "seed": str(settings.seed),
+            "dtype": settings.dtype,
+            "pca": "exact" if pca_rows is None else f"randomized, {pca_rows} rows",
+            "held_out_corpus": held_out_corpus,
+            "held_out_error": json.dumps([dataclasses.asdict(error) for error in errors]),
+        },
+    )
 
 
 def cached_calibration(settings: Calibration, cache_dir: Path, progress: Progress) -> Path:
@@ -185,10 +205,9 @@ def code_digest() -> str:
     """32 hex digits over the source files that decide what a calibration yields."""
     package = Path(__file__).parents[1]
     digest = xxhash.xxh3_128()
-    for folder in ("artifact", "calibrate", "codec"):
-        for file in sorted((package / folder).glob("*.py")):
-            digest.update(f"{folder}/{file.name}\n".encode())
-            digest.update(file.read_bytes())
+    for name in _DECIDING_FILES:
+        digest.update(f"{name}\n".encode())
+        digest.update((package / name).read_bytes())
     return digest.hexdigest()
 
 
@@ -207,8 +226,8 @@ def _sequences(settings: Calibration) -> tuple[list[TokenSequence], list[TokenSe
     found = sum(len(sequence.token_ids) for sequence in training)
     if found < settings.num_tokens:
         raise ConfigError(
-            f"--data {' '.join(settings.data)} yields {found:,} tokens, --tokens asks for {settings.num_tokens:,}: "
-            "add text or ask for fewer"
+            f"--data {' '.join(settings.data)} yields {found:,} tokens beside its held-out part, --tokens asks for "
+            f"{settings.num_tokens:,}: add text or ask for fewer"
         )
     checking = token_sequences(
         held_out, tokenizer, num_tokens=_HELD_OUT_TOKENS, max_length=settings.max_length, seed=settings.seed
@@ -223,21 +242,6 @@ def _pca_rows(settings: Calibration, geometry: ModelGeometry) -> int | None:
         return None
     bytes_per_row = sum(geometry.features(side) for side in Side) * torch.bfloat16.itemsize
     return min(settings.num_tokens, _PCA_SAMPLE_BYTES // bytes_per_row)
-
-
-def _provenance(settings: Calibration, training: Sequence[TokenSequence], pca_rows: int | None) -> dict[str, str]:
-    return {
-        "preset": "paper",
-        "version": __version__,
-        "code": code_digest(),
-        "corpus": " ".join(settings.data),
-        "tokens": str(sum(len(sequence.token_ids) for sequence in training)),
-        "documents": str(len({sequence.name for sequence in training})),
-        "max_length": str(settings.max_length),
-        "seed": str(settings.seed),
-        "dtype": settings.dtype,
-        "pca": "exact" if pca_rows is None else f"randomized, {pca_rows} rows",
-    }
 
 
 def _listed(ratios: Sequence[float]) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging as transformers_logging
 
-from sglang_kvtc.codec.transform import DTYPES
 from sglang_kvtc.errors import ConfigError, UnsupportedError
 from sglang_kvtc.types import ModelGeometry
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_config(model_dir: Path) -> Any:
@@ -34,8 +37,21 @@ def load_config(model_dir: Path) -> Any:
 
 def load_model(model_dir: Path, dtype: str, device: str = "cpu") -> Any:
     """Load the causal LM in `dtype` (a key of DTYPES) for inference."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=DTYPES[dtype], local_files_only=True)
+    with no_loading_bars():
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=DTYPES[dtype], local_files_only=True)
     return model.to(device).eval()
+
+
+@contextlib.contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars over our own progress and into logs."""
+    were_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_shown:
+            transformers_logging.enable_progress_bar()
 
 
 def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
@@ -73,9 +89,15 @@ def prefill(model: Any, token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.T
     with torch.inference_mode():
         # The base model: no logits, which would cost more than the rest for a large vocabulary.
         model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    geometry = model_geometry(model.config.get_text_config(decoder=True))
+    k_shape = (1, geometry.num_kv_heads, len(token_ids), geometry.head_dim)
+    v_shape = (*k_shape[:-1], geometry.v_head_dim)
     layers = cache.layers
-    if not all(type(layer) is DynamicLayer and layer.get_seq_length() == len(token_ids) for layer in layers):
-        raise UnsupportedError(f"{type(model).__name__} does not fill a plain cache of every token")
+    if len(layers) != geometry.num_layers or any(
+        type(layer) is not DynamicLayer or layer.keys.shape != k_shape or layer.values.shape != v_shape
+        for layer in layers
+    ):
+        raise UnsupportedError(f"{type(model).__name__} does not keep {k_shape} keys and {v_shape} values per layer")
     keys = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers])
     values = torch.stack([layer.values[0].transpose(0, 1) for layer in layers])
     return keys, values

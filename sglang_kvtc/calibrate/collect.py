@@ -6,6 +6,7 @@ set aside for the bit allocation, whose error estimate would be too good on rows
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,7 @@ from sglang_kvtc.calibrate.causal_lm import prefill
 from sglang_kvtc.calibrate.corpus import TokenSequence
 from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.codec.allocate import SAMPLE_TOKENS
-from sglang_kvtc.codec.encode import features_of
-from sglang_kvtc.codec.rope import apply_rotation, cos_sin
+from sglang_kvtc.codec.rope import rotate
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
 
@@ -44,7 +44,7 @@ class Covariance:
         self.num_rows = 0
 
     def add(self, rows: torch.Tensor) -> None:
-        """Add `rows`: float[n, p]."""
+        """Add `rows`: float[n, p], on any device."""
         for part in rows.split(_BLOCK_ROWS):
             head = part[: _BLOCK_ROWS - self._fill]
             self._block[self._fill : self._fill + len(head)] = head
@@ -141,19 +141,25 @@ def collect(
         )
         for side in Side
     }
+    # Drawn, not every twelfth: sources and lengths take turns, so a fixed step could always meet the same kind.
+    aside = set(random.Random(seed).sample(range(len(sequences)), -(-len(sequences) // ALLOCATION_ONE_IN)))
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     with progress.stage("forward passes", num_tokens, "tokens") as advance:
         for number, sequence in enumerate(sequences):
             for side, rows in zip(Side, feature_rows(model, sequence.token_ids, rope), strict=True):
                 target = statistics[side]
-                (target.allocation if number % ALLOCATION_ONE_IN == 0 else target.moments).add(rows)
+                (target.allocation if number in aside else target.moments).add(rows)
             advance(len(sequence.token_ids))
     return statistics
 
 
 def feature_rows(model: Any, token_ids: Sequence[int], rope: RopeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """K before RoPE and V of one sequence without its sinks: two f32[num_tokens - sinks, p]."""
-    keys, values = prefill(model, token_ids)
-    cos, sin = cos_sin(torch.arange(SINK_TOKENS, len(token_ids)), rope, inverse=True)
-    unrotated = apply_rotation(keys[:, SINK_TOKENS:].float(), cos.to(keys.device), sin.to(keys.device), rope)
-    return features_of(unrotated), features_of(values[:, SINK_TOKENS:].float())
+    """K before RoPE and V of one sequence without its sinks: two f32[num_tokens - sinks, p] on the CPU."""
+    keys, values = (heads[:, SINK_TOKENS:].to("cpu", torch.float32) for heads in prefill(model, token_ids))
+    positions = torch.arange(SINK_TOKENS, len(token_ids))
+    return as_rows(rotate(keys, positions, rope, inverse=True)), as_rows(values)
+
+
+def as_rows(heads: torch.Tensor) -> torch.Tensor:
+    """[num_layers, num_tokens, num_kv_heads, head_dim] to [num_tokens, p], features by layer, KV head and channel."""
+    return heads.transpose(0, 1).flatten(1)

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,10 +131,15 @@ class _SourceReader:
         document, start = self._stretches.popleft()
         is_long = self._long_tokens <= self._short_tokens
         length = self._long_length if is_long else self._short_length
-        stop = start + length * _CHARACTERS_PER_TOKEN
+        window = document.text[start : start + length * _CHARACTERS_PER_TOKEN]
+        encoding = _encode(window, self._tokenizer)
+        token_ids = encoding["input_ids"]
+        # Slow tokenizers have no offsets: there the rest of a window that holds too many tokens is given up.
+        cut = len(token_ids) > length and "offset_mapping" in encoding
+        stop = start + (max(encoding["offset_mapping"][length][0], 1) if cut else len(window))
         if stop < len(document.text):
             self._stretches.append((document, stop))
-        token_ids = tokenize(document.text[start:stop], self._tokenizer)[: min(length, max_tokens)]
+        token_ids = token_ids[: min(length, max_tokens)]
         if is_long:
             self._long_tokens += len(token_ids)
         else:
@@ -144,10 +149,17 @@ class _SourceReader:
 
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text that begins a sequence: the model's first token is added unless a template did so."""
+    token_ids: list[int] = _encode(text, tokenizer)["input_ids"]
+    return token_ids
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
     bos = tokenizer.bos_token
     has_bos = isinstance(bos, str) and text.startswith(bos)
-    token_ids: list[int] = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
-    return token_ids
+    encoding: Mapping[str, Any] = tokenizer(
+        text, add_special_tokens=not has_bos, return_offsets_mapping=tokenizer.is_fast, verbose=False
+    )
+    return encoding
 
 
 def _shuffled_sources(documents: Sequence[Document], seed: int) -> list[list[Document]]:

@@ -83,21 +83,24 @@ def _convert(source: Path, target: Path) -> None:
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
+    from sglang_kvtc.calibrate.causal_lm import no_loading_bars
+
+    with no_loading_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+        # The GGUF's own title, which transformers would keep as a path of this model.
+        vars(model.config).pop("_model_name_or_path", None)
+        model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # transformers ignores the file's pre-tokenizer name, "smollm", which splits digits before the byte-level split.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    # The GGUF's own title, which transformers would keep as a path of this model.
-    vars(model.config).pop("_model_name_or_path", None)
-    model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 

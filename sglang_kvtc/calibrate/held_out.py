@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from sglang_kvtc.artifact.schema import Artifact
-from sglang_kvtc.calibrate.causal_lm import prefill
-from sglang_kvtc.calibrate.collect import SINK_TOKENS
+from sglang_kvtc.calibrate.causal_lm import DTYPES, prefill
+from sglang_kvtc.calibrate.collect import SINK_TOKENS, as_rows
 from sglang_kvtc.calibrate.corpus import TokenSequence
 from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.codec.codec import KVCodec
-from sglang_kvtc.codec.encode import features_of
 from sglang_kvtc.codec.rope import rotate
-from sglang_kvtc.codec.transform import DTYPES
 from sglang_kvtc.config import CodecConfig
 from sglang_kvtc.types import Side, TokenRange
 
@@ -108,7 +106,7 @@ def _variances(keys: torch.Tensor, values: torch.Tensor, artifact: Artifact) -> 
     variances = []
     for side in Side:
         basis = artifact.basis(side)
-        heads = rotate(keys, positions, artifact.rope, inverse=True) if side is Side.K else values.float()
-        centred = features_of(heads) - (torch.from_numpy(basis.mean / basis.scale) if basis is not None else 0.0)
+        heads = rotate(keys.float(), positions, artifact.rope, inverse=True) if side is Side.K else values.float()
+        centred = as_rows(heads) - (torch.from_numpy(basis.mean / basis.scale) if basis is not None else 0.0)
         variances.append(centred.double().square().sum(dim=0).view(len(keys), -1).sum(dim=1))
     return torch.stack(variances)

@@ -14,7 +14,7 @@ _BLOCK_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PrincipalComponents:
-    """mean: f64[p]. basis: f32[p, r], orthonormal columns by falling variance. variances: f64[r].
+    """mean: f64[p]. basis: f32[p, r], orthonormal columns by falling variance. variances: f64[r]. All on the CPU.
 
     total_variance: mean squared norm of a centred row, which the variances of all p components add up to.
     """
@@ -28,14 +28,14 @@ class PrincipalComponents:
 def exact_pca(mean: torch.Tensor, covariance: torch.Tensor, rank: int) -> PrincipalComponents:
     """The first `rank` components of a covariance matrix.
 
-    mean: f64[p]. covariance: f64[p, p]. The eigendecomposition runs in fp32, twice as fast as fp64 and still a
-    thousand times finer than the fp16 in which a basis is stored.
+    mean: f64[p]. covariance: f64[p, p], on any device. The eigendecomposition runs in fp32, twice as fast as fp64 and
+    still a thousand times finer than the fp16 in which a basis is stored.
     """
     _, vectors = torch.linalg.eigh(covariance.float())
     basis = _fix_signs(vectors.flip(1)[:, :rank].contiguous())
     # Rayleigh quotients: the variance a stored direction really has, whatever rounding did to the eigenvalue.
     variances = ((covariance.float() @ basis) * basis).sum(dim=0, dtype=torch.float64).clamp(min=0)
-    return PrincipalComponents(mean, basis, variances, float(covariance.trace()))
+    return PrincipalComponents(mean.cpu(), basis.cpu(), variances.cpu(), float(covariance.trace()))
 
 
 def randomized_pca(
@@ -45,7 +45,7 @@ def randomized_pca(
     seed: int,
     device: torch.device,
     iterations: int = ITERATIONS,
-    on_iteration: Callable[[int], None] = lambda count: None,
+    on_iteration: Callable[[int], object] = lambda count: None,
 ) -> PrincipalComponents:
     """The first `rank` components of `rows` by randomized subspace iteration (Halko et al. 2011, algorithm 4.4).
 

@@ -25,12 +25,14 @@ def describe_artifact(artifact: Artifact) -> list[str]:
         _field("digest", artifact.digest.hex()),
     ]
     lines += [_field(key, value) for key, value in artifact.provenance.items() if key not in _JSON_KEYS]
+    size = 0
     for side in Side:
         basis = artifact.basis(side)
         if basis is not None:
             p, rank = basis.basis.shape
-            size = sum(tensor.nbytes for tensor in (basis.basis, basis.mean, basis.scale, basis.variances))
-            lines.append(_field(f"{side.name} basis", f"{p:,} features, {rank:,} components, {size / 1e6:,.1f} MB"))
+            lines.append(_field(f"{side.name} basis", f"{p:,} features, {rank:,} components"))
+            size += sum(tensor.nbytes for tensor in (basis.basis, basis.mean, basis.scale, basis.variances))
+    lines.append(_field("artifact size", f"{size / 1e6:,.1f} MB of tensors"))
     if not artifact.plans:
         lines.append(_field("plans", "none: only lossless coding (target ratio 1)"))
     for plan in artifact.plans:

@@ -37,7 +37,7 @@ class _Lines:
     def advance(self, units: int) -> None:
         self._done += units
         now = time.monotonic()
-        if now - self._shown >= _SECONDS_BETWEEN_LINES:
+        if now - self._shown >= _SECONDS_BETWEEN_LINES and self._done < self._total:
             self._shown = now
             rate = self._done / (now - self._start)
             self._write(f"{self._done:,} of {self._total:,} {self._unit}, {rate:,.1f} {self._unit}/s")

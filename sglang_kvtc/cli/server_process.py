@@ -79,7 +79,7 @@ class ServerProcess:
             os.close(handle)
             self.log_path = Path(name)
         command = [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model_dir)),
+            *(str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", str(self.model_dir)),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *self.arguments,
         ]

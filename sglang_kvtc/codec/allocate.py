@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 
 from sglang_kvtc.artifact.schema import GROUP_SIZES, MAX_WIDTH, PARAM_BITS, Group, RangeRule, SidePlan
-from sglang_kvtc.codec.quantize import in_steps, nearest_symbols, shift_and_scale
+from sglang_kvtc.codec.quantize import in_steps, nearest_symbols, range_margin, shift_and_scale
 from sglang_kvtc.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 OnUnits = Callable[[int], object]
 """Told how many more units of work are done (tqdm's `update`)."""
 
-SAMPLE_TOKENS = 512
+SAMPLE_TOKENS = 256
 """Most tokens of the calibration sample on which groups are quantised."""
 _STARTS_PER_SIZE = 16
 _BLOCK_ELEMENTS = 30_000
@@ -36,13 +36,15 @@ fit the cache."""
 class ErrorTable:
     """Mean squared error per token of every possible group.
 
-    errors: by group size, f64[MAX_WIDTH, rank - size + 1]: row w - 1 and column s are the group of width w that starts at
+    errors: by group size, f64[MAX_WIDTH, rank - size + 1]: row w - 1, column s is the group of width w that starts at
         component s. Sizes above the rank are absent.
     variances: f64[rank], what a component loses when it is in no group.
+    rule: how ranges were chosen, which a plan made from this table must say.
     """
 
     errors: dict[int, Floats]
     variances: Floats
+    rule: RangeRule = "minmax"
 
     def error(self, groups: tuple[Group, ...]) -> float:
         """Squared error per token of coding these groups and dropping all other components."""
@@ -72,12 +74,13 @@ def error_table(
     errors = {}
     for size in group_sizes:
         if size <= rank:
-            errors[size] = _errors_of_size(by_component, size, rule)
-        on_components(rank)
-    return ErrorTable(errors, by_component.double().square().mean(dim=1).numpy())
+            errors[size] = _errors_of_size(by_component, size, rule, on_components)
+        else:
+            on_components(rank)
+    return ErrorTable(errors, by_component.double().square().mean(dim=1).numpy(), rule)
 
 
-def _errors_of_size(by_component: torch.Tensor, size: int, rule: RangeRule) -> Floats:
+def _errors_of_size(by_component: torch.Tensor, size: int, rule: RangeRule, on_components: OnUnits) -> Floats:
     """Errors f64[MAX_WIDTH, rank - size + 1] of groups of one size. by_component: f32[rank, num_tokens]."""
     rank, num_tokens = by_component.shape
     spacing = max(1, size // _STARTS_PER_SIZE)
@@ -93,12 +96,14 @@ def _errors_of_size(by_component: torch.Tensor, size: int, rule: RangeRule) -> F
             values = torch.stack([tokens[start : start + size] for start in starts[block].tolist()])
             low, high = values.amin(dim=1), values.amax(dim=1)
             for width in range(1, MAX_WIDTH + 1):
-                shift, scale = shift_and_scale(low, high, size, width, rule)
+                shift, scale = shift_and_scale(low, high, range_margin(size, width, rule), 2.0**width - 1)
                 steps = in_steps(values, shift, scale)
                 missed = steps.sub_(nearest_symbols(steps, width).float())
                 # mul: square() is a power and five times slower.
                 squared = missed.mul_(missed).sum(dim=1).double() * scale.double().square()
                 measured[width - 1, block] += squared.sum(dim=1).numpy() / num_tokens
+        done = min(first + per_block, len(starts))
+        on_components(rank * done // len(starts) - rank * first // len(starts))
     every_start = np.arange(rank - size + 1)
     return np.stack([np.interp(every_start, starts, row) for row in measured])
 
@@ -199,9 +204,7 @@ def allocate(table: ErrorTable, budget_bits: int, on_components: OnUnits = lambd
     return Allocator(table, budget_bits, on_components).groups(budget_bits)
 
 
-def side_plan(
-    table: ErrorTable, groups: tuple[Group, ...], total_variance: float, rule: RangeRule = "minmax"
-) -> SidePlan:
+def side_plan(table: ErrorTable, groups: tuple[Group, ...], total_variance: float) -> SidePlan:
     """The plan of these groups.
 
     total_variance: mean squared norm of a centred row, of which the table's components have a part; what they leave
@@ -209,4 +212,4 @@ def side_plan(
     """
     outside = max(0.0, total_variance - float(table.variances.sum()))
     error = table.error(groups) + outside
-    return SidePlan(groups, error / total_variance if total_variance > 0 else 0.0, rule)
+    return SidePlan(groups, error / total_variance if total_variance > 0 else 0.0, table.rule)

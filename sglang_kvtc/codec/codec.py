@@ -1,13 +1,15 @@
-"""The codec of one model and one target ratio: chunks in, frames out, and back."""
+"""KVCodec: chunks of the KV cache to frames and back, for one artifact and one of its plans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from sglang_kvtc.artifact.schema import Artifact, Plan
-from sglang_kvtc.bitstream.frame import read_frame, write_frame
+from sglang_kvtc.bitstream.frame import Frame, read_frame, write_frame
 from sglang_kvtc.bitstream.header import (
     FrameExpectation,
     FrameHeader,
@@ -16,128 +18,198 @@ from sglang_kvtc.bitstream.header import (
     max_section_bytes,
     plan_code,
 )
-from sglang_kvtc.codec.decode import OpenFrame, open_coded, open_fp8, open_raw
-from sglang_kvtc.codec.encode import EncodedChunk, coded_sections, fp8_sections, raw_sections
-from sglang_kvtc.codec.segments import Segments, segments
-from sglang_kvtc.codec.transform import DTYPES, prepare
+from sglang_kvtc.codec.decode import CodedFrame, OpenFrame, open_fp8, open_raw, section_bytes, side_coefficients
+from sglang_kvtc.codec.encode import EncodedChunk, coded_sections, coded_side, fp8_sections, raw_sections
+from sglang_kvtc.codec.rope import Rotation
+from sglang_kvtc.codec.segments import node_segments
+from sglang_kvtc.codec.transform import SideCoding
 from sglang_kvtc.config import CodecConfig
-from sglang_kvtc.errors import ConfigError
+from sglang_kvtc.errors import BitstreamError, ConfigError, GeometryMismatch
 from sglang_kvtc.types import KVChunk, Side, TokenRange
 
-LOSSLESS = 1.0
+LOSSLESS_RATIO = 1.0
+Result = TypeVar("Result")
 
 
 class KVCodec:
-    """Stateless after construction, so that any thread may encode and decode.
+    """Encoder and decoder on the CPU. Nothing changes after construction, so threads may share one.
 
-    artifact: bases and plans. config: which plan, and how nodes are cut. Raises ConfigError for a target ratio that
-    the artifact has no plan for. Ratio 1 is lossless and needs no plan.
+    geometry: of the artifact's model shard. target_ratio: of the plan in use; 1 is lossless, where every frame is RAW.
     """
 
     def __init__(self, artifact: Artifact, config: CodecConfig) -> None:
+        """Copy the plan's columns of the bases to the compute dtype.
+
+        Raises ConfigError when the artifact has no plan of `config.target_ratio`, naming those it has.
+        """
+        plan = _find_plan(artifact, config.target_ratio)
         self.geometry = artifact.geometry
-        self.rope = artifact.rope
-        self.config = config
-        self.target_ratio = _target_ratio(artifact, config)
-        self._dtype = DTYPES[artifact.geometry.dtype]
-        self._geometry_digest = geometry_digest(artifact.geometry, artifact.rope)
+        self.target_ratio = LOSSLESS_RATIO if plan is None else plan.target_ratio
+        self._config = config
+        self._rope = artifact.rope
+        self._dtype: torch.dtype = getattr(torch, artifact.geometry.dtype)
         self._artifact_digest = artifact.digest
-        self._plan = plan_code(self.target_ratio)
-        self._transforms = {}
-        if not self.is_lossless:
-            plan = _plan(artifact, self.target_ratio)
-            compute = _compute_dtype(config, self._dtype)
-            for side in Side:
-                basis = artifact.basis(side)
-                if basis is None:
-                    raise ConfigError(
-                        f"the artifact has a plan for ratio {plan.target_ratio:g} but no basis of {side.name}"
-                    )
-                self._transforms[side] = prepare(basis, plan.side(side), compute)
-            bits = plan.k.bits_per_token + plan.v.bits_per_token
-            self.planned_bytes_per_token = bits / 8
-        else:
-            self.planned_bytes_per_token = float(self.geometry.bytes_per_token)
+        self._geometry_digest = geometry_digest(artifact.geometry, artifact.rope)
+        self._plan_code = 0 if plan is None else plan_code(plan.target_ratio)
+        self._planned_bits = 0 if plan is None else plan.k.bits_per_token + plan.v.bits_per_token
+        # Much of a task runs on one core, whatever torch may use: packing and entropy coding, for one.
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvtc-codec")
+        self._codings = None if plan is None else _codings(artifact, plan, _compute_dtype(config, self._dtype))
 
     @property
-    def is_lossless(self) -> bool:
-        return self.target_ratio == LOSSLESS
+    def planned_bytes_per_token(self) -> float:
+        """Bytes of one coded token by the plan: shifts, scales and symbols before entropy coding, without headers."""
+        return self._planned_bits / 8 if self._codings else float(self.geometry.bytes_per_token)
 
-    def segments(self, start_position: int, num_tokens: int, min_coded_tokens: int = 1) -> Segments:
-        """How a node is cut: (absolute token range, kind) per chunk (codec.segments)."""
-        return segments(
-            start_position, num_tokens, self.config, lossless=self.is_lossless, min_coded_tokens=min_coded_tokens
+    def segments(
+        self, start_position: int, num_tokens: int, *, min_coded_tokens: int = 1
+    ) -> list[tuple[TokenRange, FrameKind]]:
+        """(absolute token range, kind) of every frame of a node (codec.segments)."""
+        return node_segments(
+            start_position,
+            num_tokens,
+            self._config,
+            lossless=self._codings is None,
+            min_coded_tokens=min_coded_tokens,
         )
 
     def encode(self, chunk: KVChunk, kind: FrameKind) -> EncodedChunk:
-        """Write one frame. A chunk whose values the kind cannot hold (not finite, beyond f16) is stored RAW."""
+        """Encode one chunk as one frame.
+
+        chunk: on the CPU, of the artifact's geometry and dtype; not changed. The frame is RAW instead of `kind` where
+        that cannot represent the chunk: non-finite numbers, ranges beyond f16, no tokens. Raises GeometryMismatch for
+        a chunk of another shape or dtype, ConfigError for a CODED frame in lossless mode.
+        """
+        self._check_chunk(chunk)
         sections = None
         if kind is FrameKind.CODED:
-            sections = coded_sections(chunk, self._transforms, self.rope)
+            if self._codings is None:
+                raise ConfigError("the codec is lossless (target_ratio 1): it has no plan for CODED frames")
+            if chunk.num_tokens:
+                undo = self._rotation(chunk.start_position, chunk.num_tokens, inverse=True)
+                k, v = self._codings
+                sections = coded_sections(
+                    *self._both(lambda: coded_side(chunk.keys, k, undo), lambda: coded_side(chunk.values, v, None))
+                )
         elif kind is FrameKind.FP8:
             sections = fp8_sections(chunk)
         if sections is None:
             kind, sections = FrameKind.RAW, raw_sections(chunk)
         header = FrameHeader(
-            kind=kind,
-            num_tokens=chunk.num_tokens,
-            start_position=chunk.start_position,
-            geometry_digest=self._geometry_digest,
-            artifact_digest=self._artifact_digest,
-            plan=self._plan if kind is FrameKind.CODED else 0,
+            kind,
+            chunk.num_tokens,
+            chunk.start_position,
+            self._geometry_digest,
+            self._artifact_digest,
+            self._plan_code if kind is FrameKind.CODED else 0,
         )
-        return EncodedChunk(write_frame(header, sections, self.config.coder, self.config.coder_level), kind)
+        return EncodedChunk(write_frame(header, sections, self._config.coder, self._config.coder_level), kind)
 
     def encode_node(
         self, keys: torch.Tensor, values: torch.Tensor, start_position: int
     ) -> Iterator[tuple[TokenRange, EncodedChunk]]:
-        """Encode a node chunk by chunk (lazily, so memory is bounded by the chunk).
+        """Cut a node into chunks and encode one after the other, as the caller asks for them.
 
-        keys, values: dtype[num_layers, num_tokens, num_kv_heads, head_dim], K after RoPE.
+        keys, values: the whole node, like those of a KVChunk. Yields absolute token ranges in order of position.
+        Working memory is that of one chunk. Raises what `encode` raises.
         """
         for tokens, kind in self.segments(start_position, keys.shape[1]):
             window = slice(tokens.start - start_position, tokens.stop - start_position)
             yield tokens, self.encode(KVChunk(keys[:, window], values[:, window], tokens.start), kind)
 
     def verify(self, frame: bytes, start_position: int, num_tokens: int) -> None:
-        """Check checksum and identity, decode nothing. Raises a BitstreamError."""
-        read_frame(frame, self._expectation(start_position, num_tokens))
+        """Check that a frame is undamaged and holds these tokens for this model, artifact and plan.
+
+        Costs one pass of a checksum; nothing is decoded. Raises BitstreamError.
+        """
+        self._read(frame, start_position, num_tokens)
 
     def open(self, frame: bytes, start_position: int, num_tokens: int) -> OpenFrame:
-        """Verify a frame and decode its sections. Raises a BitstreamError."""
-        opened = read_frame(frame, self._expectation(start_position, num_tokens))
+        """Verify a frame and decode its sections, so that layers can be reconstructed from it.
+
+        Raises BitstreamError. The result does not refer to `frame`.
+        """
+        opened = self._read(frame, start_position, num_tokens)
         if opened.header.kind is FrameKind.RAW:
             return open_raw(opened, self.geometry, self._dtype)
         if opened.header.kind is FrameKind.FP8:
             return open_fp8(opened, self.geometry, self._dtype)
-        return open_coded(opened, self.geometry, self._transforms, self.rope, self._dtype)
-
-    def _expectation(self, start_position: int, num_tokens: int) -> FrameExpectation:
-        return FrameExpectation(
-            geometry_digest=self._geometry_digest,
-            artifact_digest=self._artifact_digest,
-            plan=self._plan,
-            start_position=start_position,
-            num_tokens=num_tokens,
-            max_section_bytes=max_section_bytes(self.geometry, num_tokens),
+        if self._codings is None:
+            raise BitstreamError("a CODED frame cannot be decoded in lossless mode")
+        k, v = self._codings
+        coefficients = self._both(
+            lambda: side_coefficients(opened, Side.K, k), lambda: side_coefficients(opened, Side.V, v)
         )
+        rotation = self._rotation(start_position, num_tokens, inverse=False)
+        return CodedFrame(self._codings, coefficients, rotation, self.geometry.num_kv_heads, self._dtype)
+
+    def _read(self, frame: bytes, start_position: int, num_tokens: int) -> Frame:
+        expected = FrameExpectation(
+            self._geometry_digest,
+            self._artifact_digest,
+            self._plan_code,
+            start_position,
+            num_tokens,
+            max_section_bytes(self.geometry, num_tokens),
+        )
+        opened = read_frame(frame, expected)
+        sizes = section_bytes(opened, self.geometry, self._codings)
+        for section, entry in opened.entries.items():
+            if entry.raw_bytes != sizes[section]:
+                raise GeometryMismatch(f"{section.name} has {entry.raw_bytes} bytes, the plan needs {sizes[section]}")
+        return opened
+
+    def _both(self, for_k: Callable[[], Result], for_v: Callable[[], Result]) -> tuple[Result, Result]:
+        """Do K's and V's part of a task at the same time, or after each other where torch is held to one thread."""
+        if torch.get_num_threads() == 1:
+            return for_k(), for_v()
+        k = self._helper.submit(for_k)
+        v = for_v()
+        return k.result(), v
+
+    def _rotation(self, start_position: int, num_tokens: int, inverse: bool) -> Rotation:
+        positions = torch.arange(start_position, start_position + num_tokens)
+        return Rotation(positions, self._rope, self.geometry.num_kv_heads, inverse=inverse)
+
+    def _check_chunk(self, chunk: KVChunk) -> None:
+        geometry = self.geometry
+        for name, found, head_dim in (
+            ("keys", chunk.keys, geometry.head_dim),
+            ("values", chunk.values, geometry.v_head_dim),
+        ):
+            expected = (geometry.num_layers, chunk.num_tokens, geometry.num_kv_heads, head_dim)
+            if found.shape != expected or found.dtype != self._dtype:
+                raise GeometryMismatch(
+                    f"{name} are {found.dtype}{list(found.shape)}, the model has {self._dtype}{list(expected)}"
+                )
 
 
-def _target_ratio(artifact: Artifact, config: CodecConfig) -> float:
-    if config.target_ratio:
-        return config.target_ratio
-    return artifact.plans[0].target_ratio if artifact.plans else LOSSLESS
-
-
-def _plan(artifact: Artifact, target_ratio: float) -> Plan:
+def _find_plan(artifact: Artifact, target_ratio: float) -> Plan | None:
+    """The plan to use; None is lossless."""
+    if target_ratio == LOSSLESS_RATIO or (target_ratio == 0 and not artifact.plans):
+        return None
+    if target_ratio == 0:
+        return artifact.plans[0]
     for plan in artifact.plans:
-        if plan.target_ratio == target_ratio:
+        if plan_code(plan.target_ratio) == plan_code(target_ratio):
             return plan
-    known = ", ".join(f"{ratio:g}" for ratio in (LOSSLESS, *(plan.target_ratio for plan in artifact.plans)))
-    raise ConfigError(f"the artifact has no plan for ratio {target_ratio:g}, only for {known}: calibrate with --ratio")
+    available = ", ".join(f"{plan.target_ratio:g}" for plan in artifact.plans) or "none"
+    raise ConfigError(
+        f"target_ratio is {target_ratio:g}, the artifact has plans for: {available} (and 1, lossless, is always there)"
+    )
 
 
 def _compute_dtype(config: CodecConfig, cache_dtype: torch.dtype) -> torch.dtype:
-    if config.compute_dtype != "auto":
-        return DTYPES[config.compute_dtype]
-    return torch.bfloat16 if cache_dtype.itemsize == 2 else torch.float32
+    if config.compute_dtype == "auto":
+        return torch.float32 if cache_dtype is torch.float32 else torch.bfloat16
+    return torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
+
+
+def _codings(artifact: Artifact, plan: Plan, dtype: torch.dtype) -> tuple[SideCoding, SideCoding]:
+    if artifact.k is None or artifact.v is None:
+        raise ConfigError(f"the artifact has a plan for ratio {plan.target_ratio:g}, but no bases")
+    num_layers = artifact.geometry.num_layers
+    return (
+        SideCoding.from_plan(artifact.k, plan.k, num_layers, dtype),
+        SideCoding.from_plan(artifact.v, plan.v, num_layers, dtype),
+    )

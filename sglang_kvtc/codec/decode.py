@@ -1,126 +1,185 @@
-"""One frame -> KV, block of layers by block of layers."""
+"""From a verified frame back to the KV cache, a block of layers at a time (FORMAT.md section 4.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from sglang_kvtc.artifact.schema import RopeSpec
 from sglang_kvtc.bitstream import bitpack
 from sglang_kvtc.bitstream.frame import Frame, SectionId
 from sglang_kvtc.codec.quantize import dequantize
-from sglang_kvtc.codec.rope import apply_rotation, cos_sin
-from sglang_kvtc.codec.transform import SideTransform
+from sglang_kvtc.codec.rope import Rotation
+from sglang_kvtc.codec.transform import SideCoding
+from sglang_kvtc.errors import BitstreamError
 from sglang_kvtc.types import ModelGeometry, Side, TokenRange
 
-KV = tuple[torch.Tensor, torch.Tensor]
+_CODED_SECTIONS = {
+    Side.K: (SectionId.K_PARAMS, SectionId.K_SYMBOLS),
+    Side.V: (SectionId.V_PARAMS, SectionId.V_SYMBOLS),
+}
 
 
 class OpenFrame(Protocol):
-    """A verified frame whose sections are decoded; what remains is arithmetic."""
+    """A frame whose sections are decoded. Not changed by use, so threads may share it."""
 
-    def reconstruct(self, layers: range, tokens: TokenRange) -> KV:
-        """K (rotated to its absolute positions) and V of some layers and tokens (relative to the frame).
+    def reconstruct(self, layers: range, tokens: TokenRange) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of consecutive layers, K rotated at its absolute positions.
 
-        Returns two tensors of the cache dtype [len(layers), len(tokens), num_kv_heads, head_dim].
+        tokens: range inside the frame, 0 being its first token. Returns two tensors of the cache dtype,
+        [len(layers), len(tokens), num_kv_heads, head size], possibly views with other strides than a contiguous tensor.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRaw:
-    """Exact values: keys and values dtype[num_layers, num_tokens, num_kv_heads, head_dim]."""
+class RawFrame:
+    """Exact keys and values: cache dtype[num_layers, num_tokens, num_kv_heads, head size]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def reconstruct(self, layers: range, tokens: TokenRange) -> KV:
+    def reconstruct(self, layers: range, tokens: TokenRange) -> tuple[torch.Tensor, torch.Tensor]:
+        """See OpenFrame."""
         window = (slice(layers.start, layers.stop), slice(tokens.start, tokens.stop))
         return self.keys[window], self.values[window]
 
 
 @dataclass(frozen=True, slots=True)
-class OpenCoded:
-    """Coefficients [num_components, num_tokens] of both sides in the compute dtype."""
+class Fp8Frame:
+    """E4M3 numbers like the tensors of a RawFrame, and f32[num_layers, num_kv_heads] scales, K before V."""
 
-    coefficients: Mapping[Side, torch.Tensor]
-    transforms: Mapping[Side, SideTransform]
-    geometry: ModelGeometry
-    rope: RopeSpec
-    start_position: int
+    numbers: tuple[torch.Tensor, torch.Tensor]
+    scales: tuple[torch.Tensor, torch.Tensor]
     dtype: torch.dtype
 
-    def reconstruct(self, layers: range, tokens: TokenRange) -> KV:
-        geometry = self.geometry
-        keys = self._features(Side.K, layers, tokens, geometry.head_dim)
-        positions = torch.arange(self.start_position + tokens.start, self.start_position + tokens.stop)
-        cos, sin = cos_sin(positions, self.rope)
-        # [num_tokens, layer, head, channel] here: cos and sin need an axis for layers too.
-        keys = apply_rotation(keys, cos[:, None], sin[:, None], self.rope)
-        values = self._features(Side.V, layers, tokens, geometry.v_head_dim)
-        return keys.to(self.dtype).transpose(0, 1), values.to(self.dtype).transpose(0, 1)
-
-    def _features(self, side: Side, layers: range, tokens: TokenRange, head_dim: int) -> torch.Tensor:
-        per_layer = self.geometry.num_kv_heads * head_dim
-        columns = slice(layers.start * per_layer, layers.stop * per_layer)
-        features = self.transforms[side].reconstruct(self.coefficients[side][:, tokens.start : tokens.stop], columns)
-        return features.view(len(tokens), len(layers), self.geometry.num_kv_heads, head_dim)
+    def reconstruct(self, layers: range, tokens: TokenRange) -> tuple[torch.Tensor, torch.Tensor]:
+        """See OpenFrame."""
+        block, window = slice(layers.start, layers.stop), slice(tokens.start, tokens.stop)
+        keys, values = (
+            numbers[block, window].float().mul_(scales[block, None, :, None]).to(self.dtype)
+            for numbers, scales in zip(self.numbers, self.scales, strict=True)
+        )
+        return keys, values
 
 
-def open_raw(frame: Frame, geometry: ModelGeometry, dtype: torch.dtype) -> OpenRaw:
-    """Decode a RAW frame."""
-    tokens = frame.header.num_tokens
-    return OpenRaw(
-        _tensor(frame.section(SectionId.K_RAW), dtype, _shape(geometry, tokens, geometry.head_dim)),
-        _tensor(frame.section(SectionId.V_RAW), dtype, _shape(geometry, tokens, geometry.v_head_dim)),
+@dataclass(frozen=True, slots=True)
+class CodedFrame:
+    """Coefficients of both sides, as SideTransform.reconstruct takes them, and the rotation of the frame's keys."""
+
+    codings: tuple[SideCoding, SideCoding]
+    coefficients: tuple[torch.Tensor, torch.Tensor]
+    rotation: Rotation
+    num_kv_heads: int
+    dtype: torch.dtype
+
+    def reconstruct(self, layers: range, tokens: TokenRange) -> tuple[torch.Tensor, torch.Tensor]:
+        """See OpenFrame. The product for a block of layers reads only their columns of the basis."""
+        window = slice(tokens.start, tokens.stop)
+        unrotated, values = (
+            coding.transform.reconstruct(coefficients[window], layers)
+            .unflatten(2, (self.num_kv_heads, -1))
+            .transpose(0, 1)
+            for coding, coefficients in zip(self.codings, self.coefficients, strict=True)
+        )
+        return rotated_keys(unrotated, self.rotation, window, self.dtype), values.to(self.dtype)
+
+
+def rotated_keys(unrotated: torch.Tensor, rotation: Rotation, tokens: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Keys as they lie in the cache, `dtype`, from keys before RoPE: float[layers, num_tokens, num_kv_heads, head_dim].
+
+    tokens: which of the rotation's tokens these are.
+    """
+    keys = torch.empty(unrotated.shape, dtype=dtype)
+    # Layer by layer, so that what the rotation works on stays in the second-level cache.
+    for rotated, layer_keys in zip(keys, unrotated, strict=True):
+        rotated.copy_(rotation(layer_keys, tokens))
+    return keys
+
+
+def open_raw(frame: Frame, geometry: ModelGeometry, dtype: torch.dtype) -> RawFrame:
+    """Decode the sections of a RAW frame. Raises BitstreamError."""
+    shape = (geometry.num_layers, frame.header.num_tokens, geometry.num_kv_heads)
+    return RawFrame(
+        _tensor(frame, SectionId.K_RAW, dtype, (*shape, geometry.head_dim)),
+        _tensor(frame, SectionId.V_RAW, dtype, (*shape, geometry.v_head_dim)),
     )
 
 
-def open_fp8(frame: Frame, geometry: ModelGeometry, dtype: torch.dtype) -> OpenRaw:
-    """Decode an FP8 frame to the cache dtype."""
-    sides = []
-    for data_id, scale_id, head_dim in (
-        (SectionId.K_FP8, SectionId.K_SCALES, geometry.head_dim),
-        (SectionId.V_FP8, SectionId.V_SCALES, geometry.v_head_dim),
-    ):
-        shape = _shape(geometry, frame.header.num_tokens, head_dim)
-        data = _tensor(frame.section(data_id), torch.float8_e4m3fn, shape)
-        scales = _tensor(frame.section(scale_id), torch.float32, (geometry.num_layers, geometry.num_kv_heads))
-        sides.append((data.float() * scales[:, None, :, None]).to(dtype))
-    return OpenRaw(*sides)
+def open_fp8(frame: Frame, geometry: ModelGeometry, dtype: torch.dtype) -> Fp8Frame:
+    """Decode the sections of an FP8 frame; `dtype` is that of the cache. Raises BitstreamError."""
+    layers_heads = (geometry.num_layers, geometry.num_kv_heads)
+    shape = (geometry.num_layers, frame.header.num_tokens, geometry.num_kv_heads)
+    return Fp8Frame(
+        (
+            _tensor(frame, SectionId.K_FP8, torch.float8_e4m3fn, (*shape, geometry.head_dim)),
+            _tensor(frame, SectionId.V_FP8, torch.float8_e4m3fn, (*shape, geometry.v_head_dim)),
+        ),
+        (
+            _tensor(frame, SectionId.K_SCALES, torch.float32, layers_heads),
+            _tensor(frame, SectionId.V_SCALES, torch.float32, layers_heads),
+        ),
+        dtype,
+    )
 
 
-def open_coded(
-    frame: Frame,
-    geometry: ModelGeometry,
-    transforms: Mapping[Side, SideTransform],
-    rope: RopeSpec,
-    dtype: torch.dtype,
-) -> OpenCoded:
-    """Decode, unpack and dequantise a CODED frame."""
-    tokens = frame.header.num_tokens
-    coefficients = {}
-    for side, params_id, symbols_id in (
-        (Side.K, SectionId.K_PARAMS, SectionId.K_SYMBOLS),
-        (Side.V, SectionId.V_PARAMS, SectionId.V_SYMBOLS),
-    ):
-        transform = transforms[side]
-        symbols = bitpack.unpack(frame.section(symbols_id), transform.widths.numpy(), tokens)
-        params = _tensor(frame.section(params_id), torch.float16, (2, transform.num_groups, tokens))
-        out = torch.empty(transform.num_components, tokens, dtype=transform.inverse.dtype)
-        coefficients[side] = dequantize(torch.from_numpy(symbols), params, transform.runs, out)
-    return OpenCoded(coefficients, transforms, geometry, rope, frame.header.start_position, dtype)
+def side_coefficients(frame: Frame, side: Side, coding: SideCoding) -> torch.Tensor:
+    """Decode, unpack and dequantise one side of a CODED frame, for SideTransform.reconstruct.
+
+    Raises BitstreamError.
+    """
+    params_id, symbols_id = _CODED_SECTIONS[side]
+    num_tokens = frame.header.num_tokens
+    params = _tensor(frame, params_id, torch.float16, (2, coding.layout.num_groups, num_tokens))
+    if not bool(torch.isfinite(params).all()):
+        raise BitstreamError(f"{params_id.name} holds a shift or scale that is not finite: no encoder writes that")
+    symbols = torch.from_numpy(bitpack.unpack(frame.section(symbols_id), coding.widths, num_tokens))
+    return token_coefficients(symbols, params, coding)
 
 
-def _shape(geometry: ModelGeometry, num_tokens: int, head_dim: int) -> tuple[int, ...]:
-    return geometry.num_layers, num_tokens, geometry.num_kv_heads, head_dim
+def token_coefficients(symbols: torch.Tensor, params: torch.Tensor, coding: SideCoding) -> torch.Tensor:
+    """Dequantised coefficients as SideTransform.reconstruct takes them.
+
+    symbols: u8[num_components, num_tokens]. params: f16[2, num_groups, num_tokens].
+    """
+    coefficients = coding.transform.empty_coefficients(symbols.shape[1])
+    dequantize(symbols, params, coding.layout, coefficients[: coding.transform.num_components])
+    # The product reads a contiguous [num_tokens, num_components] twice as fast as its transpose.
+    return coefficients.T.contiguous()
 
 
-def _tensor(section: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    # A section may be a read-only view of the frame; torch wants to own memory it could write.
-    owned = section if section.flags.writeable else section.copy()
-    return torch.from_numpy(owned).view(dtype).view(shape)
+def section_bytes(
+    frame: Frame, geometry: ModelGeometry, codings: tuple[SideCoding, SideCoding] | None
+) -> dict[SectionId, int]:
+    """Decoded size that each section of the frame must have. `codings` are those of the frame's plan, if it has one."""
+    num_tokens, rows = frame.header.num_tokens, geometry.num_layers * geometry.num_kv_heads
+    k_elements, v_elements = rows * geometry.head_dim * num_tokens, rows * geometry.v_head_dim * num_tokens
+    sizes = {
+        SectionId.K_RAW: k_elements * geometry.element_bytes,
+        SectionId.V_RAW: v_elements * geometry.element_bytes,
+        SectionId.K_FP8: k_elements,
+        SectionId.V_FP8: v_elements,
+        SectionId.K_SCALES: 4 * rows,
+        SectionId.V_SCALES: 4 * rows,
+    }
+    if codings is not None:
+        k, v = codings
+        sizes |= {
+            SectionId.K_PARAMS: 4 * k.layout.num_groups * num_tokens,
+            SectionId.K_SYMBOLS: bitpack.packed_bytes(k.widths, num_tokens),
+            SectionId.V_PARAMS: 4 * v.layout.num_groups * num_tokens,
+            SectionId.V_SYMBOLS: bitpack.packed_bytes(v.widths, num_tokens),
+        }
+    return sizes
+
+
+def _tensor(frame: Frame, section: SectionId, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A section as a tensor of its own memory."""
+    content: npt.NDArray[np.uint8] = frame.section(section)
+    # Byte planes were put together in memory of their own; other sections may be a view of the frame.
+    owned = content.copy() if frame.entries[section].element_bytes == 1 else content
+    # By way of numpy's integers of that size: torch cannot reinterpret an empty tensor as wider elements.
+    return torch.from_numpy(owned.view(f"i{dtype.itemsize}")).view(dtype).view(shape)

@@ -1,84 +1,113 @@
-"""KV of a chunk -> one frame."""
+"""From the KV cache to the sections of a frame (FORMAT.md section 4.1). Nothing here is needed to decode.
+
+Each function returns None where the kind of frame cannot represent the chunk: then it is stored RAW.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_kvtc.artifact.schema import RopeSpec
 from sglang_kvtc.bitstream import bitpack
 from sglang_kvtc.bitstream.frame import SectionId
 from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.codec.quantize import quantize
-from sglang_kvtc.codec.rope import rotate
-from sglang_kvtc.codec.transform import SideTransform
-from sglang_kvtc.types import KVChunk, Side
+from sglang_kvtc.codec.rope import Rotation
+from sglang_kvtc.codec.transform import SideCoding
+from sglang_kvtc.types import KVChunk
 
-Sections = Mapping[SectionId, npt.NDArray[np.generic]]
+Sections = dict[SectionId, npt.NDArray[np.generic]]
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+FP8_MAX = 448.0
+"""Largest finite OCP E4M3 number."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A frame and the kind it really has, which is RAW where the requested kind could not hold the values."""
+    """A chunk as one independent frame. `kind` is RAW instead of what was asked for when that could not hold it."""
 
     frame: bytes
     kind: FrameKind
 
 
+@dataclass(frozen=True, slots=True)
+class CodedSide:
+    """params: f16[2, num_groups, num_tokens], shifts and scales. packed_symbols: bytes (FORMAT.md section 6)."""
+
+    params: npt.NDArray[np.generic]
+    packed_symbols: npt.NDArray[np.uint8]
+
+
 def raw_sections(chunk: KVChunk) -> Sections:
-    """Exact bits of K and V in the cache dtype."""
-    return {SectionId.K_RAW: _bits(chunk.keys), SectionId.V_RAW: _bits(chunk.values)}
+    """The exact bytes of the cache."""
+    return {SectionId.K_RAW: _elements(chunk.keys), SectionId.V_RAW: _elements(chunk.values)}
 
 
 def fp8_sections(chunk: KVChunk) -> Sections | None:
-    """e4m3 with one scale per layer and head. None if a value is not finite."""
-    sections = {}
-    for values, data_id, scale_id in (
+    """E4M3 numbers with one scale per layer and head. None without tokens and for non-finite input."""
+    sections: Sections = {}
+    for values, numbers_id, scales_id in (
         (chunk.keys, SectionId.K_FP8, SectionId.K_SCALES),
         (chunk.values, SectionId.V_FP8, SectionId.V_SCALES),
     ):
-        floats = values.float()
-        largest = floats.abs().amax(dim=(1, 3))
-        if not torch.isfinite(largest).all():
+        if chunk.num_tokens == 0:
             return None
-        scales = torch.where(largest > 0, largest / FP8_MAX, 1.0)
-        coded = (floats / scales[:, None, :, None]).to(FP8)
-        sections[data_id] = coded.view(torch.uint8).numpy()
-        sections[scale_id] = scales.numpy()
+        largest = values.abs().amax(dim=(1, 3)).float()
+        if not bool(torch.isfinite(largest).all()):
+            return None
+        # A head of zeros, or of numbers close to the smallest ones, still needs a scale that can be divided by.
+        scales = (largest / FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+        numbers = (values.float() / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        sections[numbers_id] = numbers.view(torch.uint8).numpy()
+        sections[scales_id] = scales.numpy()
     return sections
 
 
-def coded_sections(chunk: KVChunk, transforms: Mapping[Side, SideTransform], rope: RopeSpec) -> Sections | None:
-    """Transform, quantise and pack both sides. None if a shift or scale does not fit f16 or a value is not finite."""
-    positions = torch.arange(chunk.start_position, chunk.start_position + chunk.num_tokens)
-    sections = {}
-    for side, params_id, symbols_id in (
-        (Side.K, SectionId.K_PARAMS, SectionId.K_SYMBOLS),
-        (Side.V, SectionId.V_PARAMS, SectionId.V_SYMBOLS),
-    ):
-        values = rotate(chunk.keys, positions, rope, inverse=True) if side is Side.K else chunk.values
-        transform = transforms[side]
-        symbols, params = quantize(transform.project(features_of(values)), transform.runs, transform.range_rule)
-        if not torch.isfinite(params).all():
-            return None
-        sections[params_id] = params.numpy()
-        sections[symbols_id] = bitpack.pack(symbols.numpy(), transform.widths.numpy())
-    return sections
+def coded_side(values: torch.Tensor, coding: SideCoding, rotation: Rotation | None) -> CodedSide | None:
+    """Quantised coefficients of K or V. None for input that is not finite or too large for f16 shifts and scales.
+
+    values: of a chunk with tokens. rotation: undoes the rope of K; None for V.
+    """
+    features = centred_features(values, coding, rotation)
+    if not coding.layout.runs and not bool(torch.isfinite(features).all()):
+        return None
+    symbols, params = quantize(coding.transform.project(features), coding.layout)
+    # A number that is not finite spoils every coefficient of its token, so it shows here too.
+    if not bool(torch.isfinite(params).all()):
+        return None
+    return CodedSide(params.numpy(), bitpack.pack(symbols.numpy(), coding.widths))
 
 
-def features_of(values: torch.Tensor) -> torch.Tensor:
-    """[num_layers, num_tokens, num_kv_heads, head_dim] -> [num_tokens, p] in the order (layer, head, channel)."""
-    return values.transpose(0, 1).reshape(values.shape[1], -1)
+def coded_sections(k: CodedSide | None, v: CodedSide | None) -> Sections | None:
+    """Sections of a CODED frame, None unless both sides could be coded."""
+    if k is None or v is None:
+        return None
+    return {
+        SectionId.K_PARAMS: k.params,
+        SectionId.K_SYMBOLS: k.packed_symbols,
+        SectionId.V_PARAMS: v.params,
+        SectionId.V_SYMBOLS: v.packed_symbols,
+    }
 
 
-def _bits(values: torch.Tensor) -> npt.NDArray[np.generic]:
-    bits: npt.NDArray[np.generic] = values.contiguous().view(_INTEGERS[values.element_size()]).numpy()
-    return bits
+def centred_features(values: torch.Tensor, coding: SideCoding, rotation: Rotation | None) -> torch.Tensor:
+    """What is projected: features minus their mean, dtype[num_tokens, num_layers, layer features].
+
+    values: K or V of a chunk. rotation: undoes the rope of K; None for V.
+    """
+    num_tokens = values.shape[1]
+    features = coding.transform.empty_features(num_tokens)
+    for layers in coding.transform.layer_tiles(num_tokens):
+        tile = values[layers.start : layers.stop]
+        unrotated = rotation(tile) if rotation else tile.to(torch.float32, copy=True)
+        coding.transform.centre(layers, unrotated, features)
+    return features
+
+
+def _elements(values: torch.Tensor) -> npt.NDArray[np.generic]:
+    """The elements as integers of their size: numpy has no bfloat16."""
+    unsigned = {2: torch.int16, 4: torch.int32}[values.element_size()]
+    return values.contiguous().view(unsigned).numpy()

@@ -32,11 +32,13 @@ RANGE_FACTORS: dict[int, tuple[float, ...]] = {
     1024: (0.26, 0.48, 0.66, 0.80, 0.90, 0.96, 1.0, 1.0),
 }
 """Share of the interval [min, max] that rule "gaussian" keeps, by group size, for widths 1 to 8."""
+_RUN_ROWS = 256
+"""Components quantised together: for a chunk of 512 tokens the passes over them stay in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """Neighbouring groups of equal size and width, quantised in one go.
+    """Neighbouring groups of equal size and width that are quantised in one go.
 
     first_row: row of the first component among the kept ones. first_group: index of the first group in the plan.
     """
@@ -55,73 +57,100 @@ class GroupRun:
     def groups(self) -> slice:
         return slice(self.first_group, self.first_group + self.num_groups)
 
+    def split(self, components: torch.Tensor) -> torch.Tensor:
+        """The run's part of [num_components, num_tokens] as [num_groups, size, num_tokens], without a copy."""
+        return components[self.rows].view(self.num_groups, self.size, -1)
 
-def group_runs(groups: tuple[Group, ...]) -> Iterator[GroupRun]:
-    """Maximal runs of equal size and width, in the order of the plan."""
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The groups of a plan, ready for use. Columns f32[num_groups, 1]:
+
+    margins: share of the interval [min, max] that is cut off at each end. top_symbols: 2**width - 1.
+    """
+
+    runs: tuple[GroupRun, ...]
+    margins: torch.Tensor
+    top_symbols: torch.Tensor
+
+    @classmethod
+    def from_groups(cls, groups: tuple[Group, ...], rule: RangeRule) -> GroupLayout:
+        """rule: how the encoder chooses ranges; decoding does not use it."""
+        margins = [range_margin(group.size, group.width, rule) for group in groups]
+        top_symbols = [2.0**group.width - 1 for group in groups]
+        return cls(
+            tuple(_runs(groups)),
+            torch.tensor(margins, dtype=torch.float32)[:, None],
+            torch.tensor(top_symbols, dtype=torch.float32)[:, None],
+        )
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.margins)
+
+
+def range_margin(size: int, width: int, rule: RangeRule) -> float:
+    """Share of a group's interval [min, max] that the rule cuts off at each end."""
+    return (1 - RANGE_FACTORS[size][width - 1]) / 2 if rule == "gaussian" and width else 0.0
+
+
+def _runs(groups: tuple[Group, ...]) -> Iterator[GroupRun]:
+    """Runs of equal size and width, in the order of the plan, each of a few hundred components at most."""
     row = index = 0
     for (size, width), run in itertools.groupby(groups, key=lambda group: (group.size, group.width)):
-        count = len(list(run))
-        yield GroupRun(row, index, count, size, width)
-        row += count * size
-        index += count
+        left = len(list(run))
+        while left:
+            count = min(left, max(1, _RUN_ROWS // size))
+            yield GroupRun(row, index, count, size, width)
+            row += count * size
+            index += count
+            left -= count
 
 
-def quantize(
-    coefficients: torch.Tensor, runs: tuple[GroupRun, ...], rule: RangeRule
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(coefficients: torch.Tensor, layout: GroupLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the kept components of a chunk.
 
-    coefficients: float[num_components, num_tokens]. Returns symbols u8[num_components, num_tokens] and params
+    coefficients: f32[num_components, num_tokens]. Returns symbols u8[num_components, num_tokens] and params
     f16[2, num_groups, num_tokens]: shifts, then scales. Params that are not finite make the symbols meaningless.
     """
     num_components, num_tokens = coefficients.shape
+    low, high = torch.empty(2, layout.num_groups, num_tokens)
+    for run in layout.runs:
+        values = run.split(coefficients)
+        if run.width:
+            torch.amin(values, dim=1, out=low[run.groups])
+            torch.amax(values, dim=1, out=high[run.groups])
+        else:
+            low[run.groups] = high[run.groups] = values.mean(dim=1)
+    shifts, scales = shift_and_scale(low, high, layout.margins, layout.top_symbols)
     symbols = torch.empty(num_components, num_tokens, dtype=torch.uint8)
-    params = torch.empty(2, sum(run.num_groups for run in runs), num_tokens, dtype=torch.float16)
-    for run in runs:
-        values = coefficients[run.rows].float().view(run.num_groups, run.size, num_tokens)
-        levels, params[0, run.groups], params[1, run.groups] = quantize_groups(values, run.width, rule)
-        symbols[run.rows] = levels.view(-1, num_tokens)
-    return symbols, params
+    for run in layout.runs:
+        steps = in_steps(run.split(coefficients), shifts[run.groups], scales[run.groups])
+        run.split(symbols).copy_(nearest_symbols(steps, run.width))
+    return symbols, torch.stack([shifts, scales])
 
 
-def dequantize(
-    symbols: torch.Tensor, params: torch.Tensor, runs: tuple[GroupRun, ...], out: torch.Tensor
-) -> torch.Tensor:
+def dequantize(symbols: torch.Tensor, params: torch.Tensor, layout: GroupLayout, out: torch.Tensor) -> None:
     """Inverse of `quantize`, computed in fp32 and rounded to the dtype of `out`: float[num_components, num_tokens]."""
-    num_tokens = symbols.shape[1]
     shifts, scales = params.float()
-    for run in runs:
-        levels = symbols[run.rows].view(run.num_groups, run.size, num_tokens).float()
+    for run in layout.runs:
+        levels = run.split(symbols).float()
         values = torch.addcmul(shifts[run.groups, None], levels, scales[run.groups, None], out=levels)
-        out[run.rows] = values.view(-1, num_tokens)
-    return out
-
-
-def quantize_groups(
-    values: torch.Tensor, width: int, rule: RangeRule
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise groups of equal size and width.
-
-    values: f32[num_groups, size, num_tokens]. Returns symbols i32 of the same shape, and shift and scale
-    f16[num_groups, num_tokens].
-    """
-    if width == 0:
-        low = high = values.mean(dim=1)
-    else:
-        low, high = values.amin(dim=1), values.amax(dim=1)
-    shift, scale = shift_and_scale(low, high, values.shape[1], width, rule)
-    return nearest_symbols(in_steps(values, shift, scale), width), shift, scale
+        run.split(out).copy_(values)
 
 
 def shift_and_scale(
-    low: torch.Tensor, high: torch.Tensor, size: int, width: int, rule: RangeRule
+    low: torch.Tensor, high: torch.Tensor, margin: torch.Tensor | float, top_symbol: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift and scale f16[num_groups, num_tokens] of groups whose coefficients lie between `low` and `high` (f32)."""
-    if rule == "gaussian" and width:
-        margin = (high - low) * ((1 - RANGE_FACTORS[size][width - 1]) / 2)
-        low, high = low + margin, high - margin
-    shift = _round_down(low)
-    return shift, _round_up((high - shift.float()) / max(2**width - 1, 1))
+    """Shift and scale f16[num_groups, num_tokens] of groups whose coefficients lie between `low` and `high`.
+
+    low, high: f32[num_groups, num_tokens]. margin, top_symbol: see GroupLayout; numbers where all groups are alike.
+    """
+    cut = (high - low) * margin
+    shift = _round_down(low + cut)
+    # A group of width 0 has its mean as the shift and no use for a scale.
+    steps = torch.as_tensor(top_symbol).clamp(min=1)
+    return shift, _round_up((high - cut - shift.float()) / steps)
 
 
 def in_steps(values: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -133,10 +162,10 @@ def in_steps(values: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> 
 
 
 def nearest_symbols(steps: torch.Tensor, width: int) -> torch.Tensor:
-    """Symbols i32 that decode closest to `steps`."""
+    """Symbols i16 that decode closest to `steps`."""
     # Cutting off after adding a half is rounding for numbers of at least 0; clamping first keeps them so. torch has no
     # vectorised conversion from f32 to u8, and its round() starts threads even for small arrays.
-    return steps.clamp(0, 2**width - 1).add_(0.5).to(torch.int32)
+    return steps.clamp(0, 2**width - 1).add_(0.5).to(torch.int16)
 
 
 def _round_down(values: torch.Tensor) -> torch.Tensor:

@@ -1,43 +1,45 @@
-"""How a node is cut into chunks, and which tokens are not coded (KVTC section 2)."""
+"""How a node is cut into frames: sinks, coded chunks and the window at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 
 from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.config import CodecConfig
 from sglang_kvtc.types import TokenRange
 
-Segments = Iterator[tuple[TokenRange, FrameKind]]
 
+def node_segments(
+    start_position: int,
+    num_tokens: int,
+    config: CodecConfig,
+    *,
+    lossless: bool = False,
+    min_coded_tokens: int = 1,
+) -> list[tuple[TokenRange, FrameKind]]:
+    """(absolute token range, kind) of every frame of a node, in order of position; none for a node without tokens.
 
-def segments(
-    start_position: int, num_tokens: int, config: CodecConfig, *, lossless: bool, min_coded_tokens: int = 1
-) -> Segments:
-    """Ranges of absolute positions of a node, in order, each with the kind of its frame.
-
-    Sink positions are raw, the last `window_tokens` are in the window format, and what lies between is coded, unless
-    that would be fewer than `min_coded_tokens`: then it joins the window. Lossless: everything raw. No range exceeds
-    `chunk_tokens`; those of one kind differ by at most one token in length, so that no chunk is tiny.
+    Positions below `sink_tokens` are RAW, the node's last `window_tokens` FP8 or RAW, and what lies between is CODED,
+    unless that is fewer than `min_coded_tokens`: then it joins the window. Nodes of one token are RAW, and so is
+    everything in lossless mode. Frames have at most `chunk_tokens` tokens; those of one part differ by at most one.
     """
     stop = start_position + num_tokens
-    if lossless:
-        yield from _balanced(TokenRange(start_position, stop), config.chunk_tokens, FrameKind.RAW)
-        return
-    sinks_stop = min(max(start_position, config.sink_tokens), stop)
-    window_start = max(sinks_stop, stop - config.window_tokens)
-    if window_start - sinks_stop < min_coded_tokens:
-        window_start = sinks_stop
-    window_kind = FrameKind.FP8 if config.window_format == "fp8" else FrameKind.RAW
-    yield from _balanced(TokenRange(start_position, sinks_stop), config.chunk_tokens, FrameKind.RAW)
-    yield from _balanced(TokenRange(sinks_stop, window_start), config.chunk_tokens, FrameKind.CODED)
-    yield from _balanced(TokenRange(window_start, stop), config.chunk_tokens, window_kind)
+    if lossless or num_tokens == 1:
+        return _frames(start_position, stop, FrameKind.RAW, config.chunk_tokens)
+    window = FrameKind.FP8 if config.window_format == "fp8" else FrameKind.RAW
+    sink_stop = min(max(start_position, config.sink_tokens), stop)
+    window_start = max(sink_stop, stop - config.window_tokens)
+    if window_start - sink_stop < min_coded_tokens:
+        window_start = sink_stop
+    return [
+        *_frames(start_position, sink_stop, FrameKind.RAW, config.chunk_tokens),
+        *_frames(sink_stop, window_start, FrameKind.CODED, config.chunk_tokens),
+        *_frames(window_start, stop, window, config.chunk_tokens),
+    ]
 
 
-def _balanced(tokens: TokenRange, chunk_tokens: int, kind: FrameKind) -> Segments:
-    count = -(-len(tokens) // chunk_tokens)
-    for index in range(count):
-        yield (
-            TokenRange(tokens.start + len(tokens) * index // count, tokens.start + len(tokens) * (index + 1) // count),
-            kind,
-        )
+def _frames(start: int, stop: int, kind: FrameKind, max_tokens: int) -> list[tuple[TokenRange, FrameKind]]:
+    """The range in as few frames as `max_tokens` allows, as equal as can be, so that none is tiny."""
+    count = -(-(stop - start) // max_tokens)
+    bounds = [start + (stop - start) * index // count for index in range(count + 1)] if count else [start]
+    return [(TokenRange(first, last), kind) for first, last in itertools.pairwise(bounds)]

@@ -1,71 +1,120 @@
-"""The linear part of the codec: features of a token <-> kept principal components (KVTC section 3.1)."""
+"""The linear transform of one side, K or V: features <-> coefficients of the kept components (KVTC section 3.1).
+
+    coefficients = (features x scale - mean) @ basis          features ~ (coefficients @ basis^T + mean) / scale
+
+The scale is folded into the weights. Encoding subtracts mean / scale in fp32, before the features are rounded to the
+compute dtype; decoding adds it inside the product, as further rows of the weight whose coefficients are one, so that
+the sum is rounded once. Products accumulate in fp32.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from sglang_kvtc.artifact.schema import RangeRule, SideBasis, SidePlan
-from sglang_kvtc.codec.quantize import GroupRun, group_runs
+from sglang_kvtc.artifact.schema import SideBasis, SidePlan
+from sglang_kvtc.codec.quantize import GroupLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TILE_ELEMENTS = 1 << 19
+"""f32 elements of features converted at a time, so that several passes over them stay in the second-level cache."""
+
+
+class SideTransform:
+    """Weights of the kept components in the compute dtype. Nothing changes after construction."""
+
+    def __init__(self, basis: SideBasis, plan: SidePlan, num_layers: int, dtype: torch.dtype) -> None:
+        """dtype: torch.bfloat16 or torch.float32. Holds one copy of the kept columns of the basis, or two where the
+        scale is not one everywhere.
+        """
+        columns = torch.from_numpy(np.ascontiguousarray(basis.basis[:, plan.columns].T)).float()
+        scale = torch.from_numpy(basis.scale)
+        self.num_components, self._num_features = columns.shape
+        self._layer_features = self._num_features // num_layers
+        self._dtype = dtype
+        self._mean = (torch.from_numpy(basis.mean) / scale).view(num_layers, 1, self._layer_features)
+        self._mean_rows = 2 if dtype is torch.bfloat16 else 1
+        # [num_components + mean rows, num_features]: both products read it without reordering.
+        self._reconstruct_weight = torch.cat([(columns / scale).to(dtype), *self._mean_parts()])
+        self._project_weight = (
+            self._reconstruct_weight[: self.num_components] if bool((scale == 1).all()) else (columns * scale).to(dtype)
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights."""
+        tensors = (self._project_weight, self._reconstruct_weight)
+        return sum(
+            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values()
+        )
+
+    def _mean_parts(self) -> list[torch.Tensor]:
+        """The mean as rows that add up to it: bfloat16 needs two for the 16 leading bits."""
+        parts, rest = [], self._mean.reshape(1, -1)
+        for _ in range(self._mean_rows):
+            parts.append(rest.to(self._dtype))
+            rest = rest - parts[-1].float()
+        return parts
+
+    def empty_features(self, num_tokens: int) -> torch.Tensor:
+        """Room for the centred features of a chunk: dtype[num_tokens, num_layers, layer features]."""
+        return torch.empty(num_tokens, len(self._mean), self._layer_features, dtype=self._dtype)
+
+    def layer_tiles(self, num_tokens: int) -> list[range]:
+        """The layers in blocks whose features are best converted together."""
+        num_layers = len(self._mean)
+        step = max(1, _TILE_ELEMENTS // (max(num_tokens, 1) * self._layer_features))
+        return [range(first, min(first + step, num_layers)) for first in range(0, num_layers, step)]
+
+    def centre(self, layers: range, values: torch.Tensor, features: torch.Tensor) -> None:
+        """Write the centred features of some layers.
+
+        values: f32[len(layers), num_tokens, num_kv_heads, head size], overwritten. features: from `empty_features`.
+        """
+        block = slice(layers.start, layers.stop)
+        centred = values.flatten(2).sub_(self._mean[block])
+        features[:, block].copy_(centred.transpose(0, 1))
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        """Coefficients f32[num_components, num_tokens] of centred features."""
+        flat = features.view(len(features), self._num_features)
+        # Transposed before the conversion: torch is slow at doing both at once.
+        return torch.mm(flat, self._project_weight.T).T.contiguous().float()
+
+    def empty_coefficients(self, num_tokens: int) -> torch.Tensor:
+        """Room for coefficients dtype[num_components + mean rows, num_tokens] with the rows of the mean filled in."""
+        coefficients = torch.empty(self.num_components + self._mean_rows, num_tokens, dtype=self._dtype)
+        coefficients[self.num_components :] = 1
+        return coefficients
+
+    def reconstruct(self, coefficients: torch.Tensor, layers: range) -> torch.Tensor:
+        """Features dtype[num_tokens, len(layers), layer features] of a block of layers.
+
+        coefficients: dtype[num_tokens, num_components + mean rows], the transpose of `empty_coefficients`.
+        """
+        columns = slice(layers.start * self._layer_features, layers.stop * self._layer_features)
+        features = torch.mm(coefficients, self._reconstruct_weight[:, columns])
+        return features.view(len(coefficients), len(layers), self._layer_features)
 
 
 @dataclass(frozen=True, slots=True)
-class SideTransform:
-    """What coding one side needs, prepared once.
+class SideCoding:
+    """Everything about one side that encoder and decoder share.
 
-    forward: [p, num_components], the kept columns of the basis. inverse: [num_components, p], their transpose.
-    Both in the compute dtype. scale, mean: f32[p]. plain_scale: whether every scale is one (preset `paper`).
+    widths: u8[num_components], bits of each kept component.
     """
 
-    forward: torch.Tensor
-    inverse: torch.Tensor
-    scale: torch.Tensor
-    mean: torch.Tensor
-    plain_scale: bool
-    widths: torch.Tensor
-    runs: tuple[GroupRun, ...]
-    num_groups: int
-    range_rule: RangeRule
+    transform: SideTransform
+    layout: GroupLayout
+    widths: npt.NDArray[np.uint8]
 
-    @property
-    def num_components(self) -> int:
-        return self.inverse.shape[0]
-
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        """features: float[num_tokens, p]. Returns coefficients [num_components, num_tokens] in the compute dtype.
-
-        The mean is subtracted in fp32: rounding it away first would cost more than the quantiser does.
-        """
-        centred = features.float()
-        if not self.plain_scale:
-            centred = centred * self.scale
-        centred = (centred - self.mean).to(self.forward.dtype)
-        return (centred @ self.forward).t()
-
-    def reconstruct(self, coefficients: torch.Tensor, columns: slice) -> torch.Tensor:
-        """coefficients: [num_components, num_tokens]. Returns f32 features [num_tokens, len(columns)]."""
-        features = (coefficients.t() @ self.inverse[:, columns]).float()
-        features += self.mean[columns]
-        if not self.plain_scale:
-            features /= self.scale[columns]
-        return features
-
-
-def prepare(basis: SideBasis, plan: SidePlan, dtype: torch.dtype) -> SideTransform:
-    """Keep the columns the plan uses, in `dtype`."""
-    columns = torch.from_numpy(basis.basis)[:, torch.from_numpy(plan.columns)].to(dtype)
-    scale = torch.from_numpy(basis.scale)
-    return SideTransform(
-        forward=columns.contiguous(),
-        inverse=columns.t().contiguous(),
-        scale=scale,
-        mean=torch.from_numpy(basis.mean),
-        plain_scale=bool((scale == 1).all()),
-        widths=torch.from_numpy(plan.widths),
-        runs=tuple(group_runs(plan.groups)),
-        num_groups=len(plan.groups),
-        range_rule=plan.range_rule,
-    )
+    @classmethod
+    def from_plan(cls, basis: SideBasis, plan: SidePlan, num_layers: int, dtype: torch.dtype) -> SideCoding:
+        """dtype: of the projections."""
+        return cls(
+            transform=SideTransform(basis, plan, num_layers, dtype),
+            layout=GroupLayout.from_groups(plan.groups, plan.range_rule),
+            widths=plan.widths,
+        )

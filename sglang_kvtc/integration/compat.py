@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,10 @@ def check_launch(server_args: Any, config: KVTCConfig) -> None:
 
 
 def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artifact) -> ModelGeometry:
-    """Compare the engine's KV pool with the artifact and return the geometry both agree on.
+    """Compare the engine's KV pool with the artifact and return the pool's geometry.
 
-    Raises UnsupportedError for a pool that is not plain multi-head NHD in 16 or 32 bits on the CPU, ArtifactError for
+    The dtype is the pool's: bases and plans hold for any, and frames of different dtypes never mix, since a frame
+    names its geometry. Raises UnsupportedError for a pool that is not plain multi-head NHD in 16 or 32 bits on the CPU, ArtifactError for
     another geometry.
     """
     from sglang.srt.configs.model_config import AttentionArch
@@ -143,6 +145,6 @@ def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artif
         raise UnsupportedError(
             f"the KV pool is laid out as {tuple(keys.shape)} and {tuple(values.shape)}, not [slot, head, channel]"
         )
-    if found != artifact.geometry:
+    if found != dataclasses.replace(artifact.geometry, dtype=found.dtype):
         raise ArtifactError(f"the artifact describes {artifact.geometry}, the server runs {found}: calibrate again")
     return found

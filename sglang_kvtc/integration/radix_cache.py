@@ -165,7 +165,8 @@ def build_kvtc_cache(ctx: TreeCacheBuildContext) -> KVTCRadixCache:
     config = config_of(ctx.server_args)
     artifact = load_for_model(config, ctx.server_args.model_path)
     kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    check_pool(kvcache, ctx.model_config, ctx.is_hybrid_swa or ctx.is_hybrid_ssm, artifact)
+    geometry = check_pool(kvcache, ctx.model_config, ctx.is_hybrid_swa or ctx.is_hybrid_ssm, artifact)
+    artifact = dataclasses.replace(artifact, geometry=geometry)
     codec = KVCodec(artifact, config.codec)
     arena = arena_bytes(config.tier)
     # SGLang's own host pool is not built: `attach_tier` takes its place.

@@ -16,7 +16,7 @@ from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.cli.server_process import CPU_FLAGS, Generation, ServerProcess
 
 FAULTS = Path(__file__).parent / "faults"
-POOL_TOKENS = 6000
+POOL_TOKENS = 2560
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ def artifact() -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(demo_model: Path) -> Sequence[list[int]]:
-    return builtin_prompts(demo_model, count=10, num_tokens=1900)
+    return builtin_prompts(demo_model, count=10, num_tokens=1000)
 
 
 @pytest.fixture(scope="module")

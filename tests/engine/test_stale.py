@@ -23,7 +23,7 @@ stale_min_usage = 0.0
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server], artifact: Path) -> Server:
-    return start_server(artifact, CONFIG, tree_core="rust")
+    return start_server(artifact, CONFIG, "--dtype", "float32", tree_core="rust")
 
 
 def wait_until_compressed(server: Server, tokens: int) -> dict[str, float]:
@@ -35,13 +35,13 @@ def wait_until_compressed(server: Server, tokens: int) -> dict[str, float]:
 
 
 def test_an_idle_server_compresses_what_nobody_touched(server: Server) -> None:
-    prefix, extra = server.prompts[0][:800], server.prompts[9][5:6]
+    prefix, extra = server.prompts[0][:500], server.prompts[9][5:6]
     server.generate(prefix)
     on_device = server.generate(prefix + extra)
-    assert on_device.cached_device == 800
-    wait_until_compressed(server, 800)
+    assert on_device.cached_device == 500
+    wait_until_compressed(server, 500)
     restored = server.generate(prefix + extra)
-    assert (restored.cached_device, restored.cached_compressed) == (0, 800)
+    assert (restored.cached_device, restored.cached_compressed) == (0, 500)
     assert restored.logprobs == on_device.logprobs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from tests.engine.conftest import POOL_TOKENS, Server
 
 pytestmark = pytest.mark.engine
 
-PROMPT_TOKENS = 1500
+PROMPT_TOKENS = 600
 CONFIG = """
 [codec]
 target_ratio = {ratio}
@@ -28,11 +28,15 @@ def server(
     request: pytest.FixtureRequest,
     start_server: Callable[..., Server],
     artifact: Path,
-) -> Server:
+) -> Iterator[Server]:
     mode, tree_core = request.param
-    started = start_server(artifact, CONFIG.format(ratio=1 if mode == "lossless" else 16), tree_core=tree_core)
+    # In fp32 the shape of a batch does not decide near-ties, so a restored answer must equal a recomputed one.
+    flags, ratio = (("--dtype", "float32"), 1) if mode == "lossless" else ((), 16)
+    started = start_server(artifact, CONFIG.format(ratio=ratio), *flags, tree_core=tree_core)
     assert f"Tree Core: {'Rust' if tree_core == 'rust' else ''}UnifiedTreeCore" in started.process.log()
-    return started
+    yield started
+    # Not at the end of the module: an idle scheduler spins, and the next mode needs the cores.
+    started.process.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +47,6 @@ def clean(server: Server) -> None:
 
 def lossless(server: Server) -> bool:
     return "lossless" in server.process.log().split("kvtc: model", 1)[1].splitlines()[0]
-
-
-def same_continuation(server: Server, prompt: list[int], reference: list[int]) -> float:
-    """Share of `reference` that is the top-1 token when the prompt's prefix comes from the tier."""
-    prediction = server.process.predict(prompt, reference)
-    assert prediction.cached_compressed > 0
-    return sum(a == b for a, b in zip(prediction.top1, reference, strict=True)) / len(reference)
 
 
 def test_the_start_line_names_model_artifact_ratio_and_arena(server: Server) -> None:
@@ -76,27 +73,39 @@ def test_a_restored_prefix_answers_as_a_device_hit_or_a_recomputed_one(server: S
         assert restored.logprobs == on_device.logprobs
 
 
-def test_a_num_08_the_coded_continuation_keeps_most_top_1_tokens(server: Server) -> None:
+def test_a_num_08_a_restored_prefix_predicts_the_same_top_1_tokens(server: Server) -> None:
     prompts = [prompt[:PROMPT_TOKENS] for prompt in server.prompts[:3]]
-    references = [server.generate(prompt, max_new_tokens=32).output_ids for prompt in prompts]
+    continuations = [server.prompts[index][PROMPT_TOKENS : PROMPT_TOKENS + 64] for index in range(3)]
+    on_device = []
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        server.generate(prompt, max_new_tokens=1)
+        on_device += server.process.predict(prompt, continuation).top1
     server.process.flush()
     for prompt in prompts:
         server.generate(prompt, max_new_tokens=1)
     server.push_out(3)
-    shares = [same_continuation(server, prompt, ref) for prompt, ref in zip(prompts, references, strict=True)]
-    # measurements.md: top-1 0.955 at 16x on 1,152 suffix tokens; three standard errors of 96 tokens below it.
-    assert sum(shares) / len(shares) >= (0.97 if lossless(server) else 0.89)
+    restored = []
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        prediction = server.process.predict(prompt, continuation)
+        assert prediction.cached_compressed > 0
+        restored += prediction.top1
+    equal = sum(a == b for a, b in zip(on_device, restored, strict=True))
+    if lossless(server):
+        assert equal == len(on_device)
+    else:
+        # measurements.md: top-1 0.955 at ratio 16; three standard errors of 192 tokens below it.
+        assert equal / len(on_device) >= 0.91
 
 
 def test_a_split_04_a_hit_may_end_inside_a_compressed_node(server: Server) -> None:
     whole, other = server.prompts[0][:PROMPT_TOKENS], server.prompts[9]
     server.generate(whole)
     server.push_out(1)
-    forked = whole[:1000] + other[:100]
+    forked = whole[:400] + other[:100]
     hit = server.generate(forked)
-    assert (hit.cached_device, hit.cached_compressed) == (0, 1000)
+    assert (hit.cached_device, hit.cached_compressed) == (0, 400)
     rest = server.generate(whole + other[5:6])
-    assert (rest.cached_device, rest.cached_compressed) == (1000, PROMPT_TOKENS - 1000)
+    assert (rest.cached_device, rest.cached_compressed) == (400, PROMPT_TOKENS - 400)
     if lossless(server):
         server.process.flush()
         assert server.generate(forked).output_ids == hit.output_ids
@@ -137,8 +146,8 @@ def test_a_life_05_compression_frees_device_tokens_and_stores_far_fewer_bytes(se
     stored_tokens = 5 * PROMPT_TOKENS - POOL_TOKENS
     assert stats["frame_tokens"] >= stored_tokens
     raw = stats["frame_tokens"] * stats["raw_bytes_per_token"]
-    # 132 tokens of each node are raw or fp8, which alone bounds the ratio of 1,500 tokens.
-    assert raw / stats["frame_bytes"] > (1.2 if lossless(server) else 9)
+    # 132 of 600 tokens are raw or fp8, which alone bounds the ratio.
+    assert raw / stats["frame_bytes"] > (1.2 if lossless(server) else 5)
 
 
 def test_a_ops_02_a_flush_empties_the_tier_even_while_chunks_wait_for_the_encoder(server: Server) -> None:
@@ -170,7 +179,7 @@ def test_a_prefix_that_still_waits_for_the_encoder_is_restored_exactly(server: S
     server.process.wait_encoded()
 
 
-@pytest.mark.parametrize("byte", [0, 40, 70, 5000, -1])
+@pytest.mark.parametrize("byte", [0, 40, 70, 4000, -1])
 def test_a_bit_09_a_damaged_frame_is_a_miss_and_the_tokens_are_recomputed(server: Server, byte: int) -> None:
     prefix, extra = server.prompts[0][:PROMPT_TOKENS], server.prompts[9][5:6]
     reference = server.generate(prefix + extra)
@@ -228,14 +237,14 @@ def test_a_race_05_an_aborted_chunked_prefill_is_never_compressed_half_way(serve
 
 def test_a_hit_05_a_batch_of_restored_and_cold_requests_answers_each_as_alone(server: Server) -> None:
     extra = server.prompts[9][5:6]
-    prefixes = [prompt[:600] for prompt in server.prompts[:3]]
+    prefixes = [prompt[:400] for prompt in server.prompts[:3]]
     for prefix in prefixes:
         server.generate(prefix, max_new_tokens=1)
     server.push_out(3)
     results: dict[int, int] = {}
 
     def request(index: int) -> None:
-        prompt = prefixes[index] + extra if index < 3 else server.prompts[index + 3][:600]
+        prompt = prefixes[index] + extra if index < 3 else server.prompts[index + 3][:400]
         results[index] = server.process.generate(prompt, 8).cached_compressed
 
     clients = [threading.Thread(target=request, args=(index,)) for index in range(5)]
@@ -243,7 +252,7 @@ def test_a_hit_05_a_batch_of_restored_and_cold_requests_answers_each_as_alone(se
         client.start()
     for client in clients:
         client.join(120)
-    assert [results[index] for index in range(5)] == [600, 600, 600, 0, 0]
+    assert [results[index] for index in range(5)] == [400, 400, 400, 0, 0]
 
 
 def test_no_leak_was_reported_and_the_server_is_still_there(server: Server) -> None:

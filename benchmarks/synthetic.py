@@ -1,0 +1,92 @@
+"""Seeded stand-ins for calibration results: spectra that fall like those of real KV caches, and KV that follows them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_kvtc.artifact.schema import Artifact, ModelFingerprint, Plan, RopeSpec, SideBasis, SidePlan
+from sglang_kvtc.codec.allocate import SAMPLE_TOKENS, allocate, error_table, side_plan
+from sglang_kvtc.codec.rope import rope_spec_from_config, rotate
+from sglang_kvtc.types import KVChunk, ModelGeometry, Side
+
+Floats = npt.NDArray[np.float32]
+
+SMOLLM2 = ModelGeometry(num_layers=30, num_kv_heads=3, head_dim=64, v_head_dim=64, dtype="bfloat16")
+"""SmolLM2-135M, whose spectra are imitated."""
+_ROPE_THETA = 100_000.0
+# Variance of component i (from 1) ~ i^-head (1 + i / (bend p))^-tail, fitted to SmolLM2-135M's K and V.
+_SPECTRA = {Side.K: (0.9, 0.07, 1.3), Side.V: (0.5, 0.026, 1.6)}
+
+
+def variances(side: Side, num_features: int, rank: int) -> Floats:
+    """Falling variances of the first `rank` components, f32[rank]."""
+    head, bend, tail = _SPECTRA[side]
+    index = np.arange(1, rank + 1)
+    falling: Floats = (100 * index**-head * (1 + index / (bend * num_features)) ** -tail).astype(np.float32)
+    return falling
+
+
+def coefficients(side: Side, num_features: int, rank: int, num_tokens: int, seed: int) -> Floats:
+    """Gaussian coefficients f32[num_tokens, rank] whose energy varies between tokens, as it does in text."""
+    rng = np.random.default_rng([seed, side])
+    energy = rng.lognormal(0, 0.3, (num_tokens, 1))
+    drawn: Floats = (
+        rng.standard_normal((num_tokens, rank)) * energy * np.sqrt(variances(side, num_features, rank))
+    ).astype(np.float32)
+    return drawn
+
+
+def artifact(geometry: ModelGeometry, ratio: float, seed: int) -> Artifact:
+    """An artifact with random orthonormal bases and one plan, allocated for the spectrum of each side."""
+    bases: dict[Side, SideBasis] = {}
+    plans: dict[Side, SidePlan] = {}
+    for side in Side:
+        num_features = geometry.features(side)
+        rank = min(num_features, max(64, int(num_features * 6.4 / ratio)))
+        generator = torch.Generator().manual_seed(seed + side)
+        columns = torch.linalg.qr(torch.randn(num_features, rank, generator=generator)).Q
+        spectrum = variances(side, num_features, rank)
+        bases[side] = SideBasis(
+            scale=np.ones(num_features, np.float32),
+            mean=torch.randn(num_features, generator=generator).numpy(),
+            basis=columns.half().numpy(),
+            variances=spectrum,
+            total_variance=float(spectrum.sum()),
+        )
+        table = error_table(coefficients(side, num_features, rank, SAMPLE_TOKENS, seed))
+        plans[side] = side_plan(table, allocate(table, int(16 * num_features / ratio)), float(table.variances.sum()))
+    return Artifact(
+        geometry=geometry,
+        rope=_rope(geometry),
+        fingerprint=ModelFingerprint("Synthetic", "synthetic", "0" * 32),
+        k=bases[Side.K],
+        v=bases[Side.V],
+        plans=(Plan(ratio, plans[Side.K], plans[Side.V]),),
+        digest=bytes(16),
+    )
+
+
+def chunk(artifact: Artifact, num_tokens: int, start_position: int, seed: int) -> KVChunk:
+    """KV whose features follow the spectra and the bases of an artifact, `artifact`'s or a calibrated one's."""
+    geometry = artifact.geometry
+    dtype: torch.dtype = getattr(torch, geometry.dtype)
+    sides = []
+    for side in Side:
+        basis = artifact.basis(side)
+        if basis is None:
+            raise ValueError("a lossless artifact has no spectra to draw from")
+        rank = len(basis.variances)
+        drawn = torch.from_numpy(coefficients(side, geometry.features(side), rank, num_tokens, seed + 1))
+        drawn *= torch.from_numpy(np.sqrt(basis.variances / variances(side, geometry.features(side), rank)))
+        features = drawn @ torch.from_numpy(basis.basis).float().T + torch.from_numpy(basis.mean)
+        features /= torch.from_numpy(basis.scale)
+        shaped = features.view(num_tokens, geometry.num_layers, geometry.num_kv_heads, -1).transpose(0, 1).contiguous()
+        sides.append(shaped)
+    positions = torch.arange(start_position, start_position + num_tokens)
+    return KVChunk(rotate(sides[0], positions, artifact.rope).to(dtype), sides[1].to(dtype), start_position)
+
+
+def _rope(geometry: ModelGeometry) -> RopeSpec:
+    return rope_spec_from_config({"head_dim": geometry.head_dim, "rope_theta": _ROPE_THETA})

@@ -1,0 +1,212 @@
+"""The whole calibration on a tiny model: what the artifact holds, and when it is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calibrate.tiny_llama import save_tiny_llama
+
+from sglang_kvtc.artifact.io import FILE_NAME, load_artifact, save_artifact
+from sglang_kvtc.artifact.schema import Artifact
+from sglang_kvtc.calibrate import calibration
+from sglang_kvtc.calibrate.calibration import Calibration, cached_calibration, calibrate
+from sglang_kvtc.calibrate.fit import budget_bits
+from sglang_kvtc.calibrate.progress import SilentProgress
+from sglang_kvtc.errors import ArtifactError, ConfigError
+from sglang_kvtc.types import Side
+
+TOKENS = 3000
+
+
+def settings(model_dir: Path, **changes: object) -> Calibration:
+    defaults = Calibration(model_dir, num_tokens=TOKENS, ratios=(2.0, 4.0, 8.0), max_length=128, max_error=1.0)
+    return dataclasses.replace(defaults, **changes)
+
+
+@pytest.fixture(scope="module")
+def artifact(tiny_llama: Path) -> Artifact:
+    return calibrate(settings(tiny_llama), SilentProgress())
+
+
+def test_one_basis_serves_a_plan_per_ratio_and_each_fits_its_budget(artifact: Artifact) -> None:
+    assert [plan.target_ratio for plan in artifact.plans] == [2, 4, 8]
+    for side in Side:
+        basis = artifact.basis(side)
+        assert basis is not None
+        for plan in artifact.plans:
+            bits = plan.side(side).bits_per_token
+            assert 0 < bits <= budget_bits(artifact.geometry.features(side), plan.target_ratio)
+
+
+def test_basis_ends_at_the_last_component_that_a_plan_codes(artifact: Artifact) -> None:
+    for side in Side:
+        basis = artifact.basis(side)
+        assert basis is not None
+        last = max(int(plan.side(side).columns[-1]) for plan in artifact.plans)
+        assert basis.basis.shape == (artifact.geometry.features(side), last + 1)
+        assert basis.variances.shape == (last + 1,)
+
+
+def test_paper_preset_leaves_the_features_unscaled(artifact: Artifact) -> None:
+    assert artifact.provenance["preset"] == "paper"
+    for side in Side:
+        basis = artifact.basis(side)
+        assert basis is not None
+        assert bool((basis.scale == 1).all())
+
+
+def test_smaller_budgets_lose_more_both_in_prediction_and_on_held_out_text(artifact: Artifact) -> None:
+    measured = json.loads(artifact.provenance["held_out_error"])
+    assert [error["target_ratio"] for error in measured] == [2, 4, 8]
+    for side in Side:
+        predicted = [plan.side(side).predicted_error for plan in artifact.plans]
+        assert predicted == sorted(predicted)
+        assert predicted[0] > 0
+        found = [error[side.name.lower()] for error in measured]
+        assert found == sorted(found)
+        assert 0 < found[0] < found[-1] < 1
+    assert [error["ratio"] for error in measured] == sorted(error["ratio"] for error in measured)
+
+
+def test_provenance_says_what_the_artifact_was_made_from(artifact: Artifact) -> None:
+    expected = {"corpus": "builtin", "tokens": str(TOKENS), "seed": "0", "dtype": "bfloat16", "pca": "exact"}
+    assert expected.items() <= artifact.provenance.items()
+    assert artifact.fingerprint.architecture == "LlamaForCausalLM"
+
+
+def test_same_seed_gives_the_same_digest_and_another_seed_another(
+    artifact: Artifact, tiny_llama: Path, tmp_path: Path
+) -> None:
+    digest = save_artifact(artifact, tmp_path / "first").digest
+    again = calibrate(settings(tiny_llama), SilentProgress())
+    assert save_artifact(again, tmp_path / "second").digest == digest
+    other = calibrate(settings(tiny_llama, seed=1), SilentProgress())
+    assert save_artifact(other, tmp_path / "third").digest != digest
+
+
+def test_randomized_pca_respects_the_rank_cap(tiny_llama: Path) -> None:
+    artifact = calibrate(settings(tiny_llama, pca="randomized", rank=16, ratios=(2.0,)), SilentProgress())
+    for side in Side:
+        basis = artifact.basis(side)
+        assert basis is not None
+        assert basis.basis.shape[1] == 16
+    assert artifact.provenance["pca"].startswith("randomized")
+
+
+def test_randomized_pca_gives_about_the_error_of_the_exact_one(artifact: Artifact, tiny_llama: Path) -> None:
+    randomized = calibrate(settings(tiny_llama, pca="randomized"), SilentProgress())
+    for exact_plan, plan in zip(artifact.plans, randomized.plans, strict=True):
+        for side in Side:
+            # Both are fitted to the same rows; a basis within one per cent of the best is what Halko et al. promise
+            # for 8 iterations (1 + 9 sqrt(p)) ** (2 / 17) - 1 at worst, far less on a falling spectrum.
+            limit = (1 + 9 * artifact.geometry.features(side) ** 0.5) ** (2 / 17)
+            assert plan.side(side).predicted_error <= exact_plan.side(side).predicted_error * limit
+
+
+def test_lossless_artifact_is_written_without_running_the_model(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    artifact = calibrate(settings(tiny_llama, ratios=(1.0,)), SilentProgress())
+    assert artifact.k is None
+    assert artifact.v is None
+    assert load_artifact(save_artifact_path(artifact, tmp_path)).plans == ()
+
+
+def save_artifact_path(artifact: Artifact, directory: Path) -> Path:
+    save_artifact(artifact, directory)
+    return directory
+
+
+@pytest.mark.parametrize("key_outlier", [1.0, 30.0])
+def test_a_num_09_errors_are_given_by_layer_and_a_ratio_beyond_the_bound_is_refused(
+    tmp_path: Path, key_outlier: float
+) -> None:
+    model_dir = save_tiny_llama(tmp_path, key_outlier=key_outlier)
+    artifact = calibrate(settings(model_dir), SilentProgress())
+    measured = json.loads(artifact.provenance["held_out_error"])
+    for error in measured:
+        assert len(error["k_layers"]) == len(error["v_layers"]) == artifact.geometry.num_layers
+    worst = max(measured[-1]["k"], measured[-1]["v"])
+    with pytest.raises(ArtifactError, match=r"ratio 8 loses .* more than --max-error"):
+        calibrate(settings(model_dir, max_error=worst * 0.999), SilentProgress())
+    assert calibrate(settings(model_dir, max_error=worst * 1.001), SilentProgress()).plans == artifact.plans
+
+
+def test_data_without_a_held_out_part_is_checked_on_builtin_text(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    artifact = calibrate(settings(tiny_llama, data=(str(tmp_path / "one.txt"),)), SilentProgress())
+    assert artifact.provenance["held_out_corpus"] == "builtin"
+    assert artifact.provenance["corpus"] == str(tmp_path / "one.txt")
+
+
+def test_data_with_too_little_text_says_how_much_it_yields(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("x" * 1000)
+    with pytest.raises(ConfigError, match=r"yields 1,000 tokens beside its held-out part, --tokens asks for 3,000"):
+        calibrate(settings(tiny_llama, data=(str(tmp_path / "one.txt"),)), SilentProgress())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratios": ()}, "--ratio"),
+        ({"ratios": (16.0, 16.0)}, "--ratio 16,16"),
+        ({"ratios": (0.5,)}, "--ratio 0.5"),
+        ({"ratios": (float("nan"),)}, "--ratio nan"),
+        ({"ratios": (1.0, 16.0)}, "--ratio 1 is lossless"),
+        ({"dtype": "int8"}, "--dtype int8"),
+        ({"device": "gpu"}, "--device gpu"),
+        ({"device": "xpu"}, "--device xpu: torch finds no such device"),
+        ({"num_tokens": 0}, "--tokens 0"),
+        ({"max_length": 8}, "--max-length 8"),
+        ({"rank": -1}, "--rank -1"),
+        ({"max_error": 0.0}, "--max-error"),
+    ],
+)
+def test_unusable_settings_are_refused_by_flag(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(Path(), **changes)
+
+
+def test_cached_calibration_runs_once_per_settings_and_repairs_damage(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Calibration] = []
+
+    def counted(wanted: Calibration, progress: SilentProgress) -> Artifact:
+        runs.append(wanted)
+        return calibrate(wanted, progress)
+
+    monkeypatch.setattr(calibration, "calibrate", counted)
+    wanted = settings(tiny_llama)
+    path = cached_calibration(wanted, tmp_path, SilentProgress())
+    digest = load_artifact(path).digest
+    assert cached_calibration(wanted, tmp_path, SilentProgress()) == path
+    assert len(runs) == 1
+
+    assert cached_calibration(settings(tiny_llama, ratios=(2.0,)), tmp_path, SilentProgress()) != path
+    assert len(runs) == 2
+
+    content = bytearray((path / FILE_NAME).read_bytes())
+    content[-1] ^= 1
+    (path / FILE_NAME).write_bytes(content)
+    assert cached_calibration(wanted, tmp_path, SilentProgress()) == path
+    assert load_artifact(path).digest == digest
+    assert len(runs) == 3
+
+
+def test_only_builtin_data_is_cached(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only a calibration on builtin data is cached"):
+        cached_calibration(settings(tiny_llama, data=("a.txt",)), tmp_path, SilentProgress())
+
+
+def test_plans_of_the_cached_artifact_survive_the_round_trip(artifact: Artifact, tmp_path: Path) -> None:
+    loaded = load_artifact(save_artifact_path(artifact, tmp_path))
+    assert loaded.plans == artifact.plans
+    for side in Side:
+        before, after = artifact.basis(side), loaded.basis(side)
+        assert before is not None
+        assert after is not None
+        np.testing.assert_array_equal(after.basis, before.basis)

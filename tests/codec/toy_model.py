@@ -1,0 +1,90 @@
+"""Small artifacts of any geometry, and KV that suits them: a few strong directions and noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sglang_kvtc.artifact.schema import (
+    Artifact,
+    Group,
+    ModelFingerprint,
+    Plan,
+    RangeRule,
+    RopeSpec,
+    SideBasis,
+    SidePlan,
+)
+from sglang_kvtc.codec.rope import rotate
+from sglang_kvtc.types import KVChunk, ModelGeometry, Side
+
+GEOMETRY = ModelGeometry(num_layers=3, num_kv_heads=2, head_dim=16, v_head_dim=12, dtype="bfloat16")
+GROUPS = (Group(0, 1, 8), Group(1, 16, 5), Group(17, 16, 3), Group(34, 16, 1))
+"""Four widths, two sizes, and component 33 is not kept."""
+RANK = 50
+RATIO = 8.0
+
+
+def rope_of(geometry: ModelGeometry, *, rotary_dim: int = 0, interleaved: bool = False, factor: float = 1) -> RopeSpec:
+    rotary_dim = rotary_dim or geometry.head_dim
+    inv_freq = tuple(float(10_000.0 ** (-2 * pair / rotary_dim)) for pair in range(rotary_dim // 2))
+    return RopeSpec("default", rotary_dim, inv_freq, factor, interleaved)
+
+
+def side_basis(num_features: int, seed: int, scaled: bool) -> SideBasis:
+    rng = np.random.default_rng(seed)
+    columns, _ = np.linalg.qr(rng.standard_normal((num_features, RANK)))
+    variances = (4.0 * np.arange(1, RANK + 1) ** -1.0).astype(np.float32)
+    scale = rng.uniform(0.5, 2, num_features) if scaled else np.ones(num_features)
+    return SideBasis(
+        scale=scale.astype(np.float32),
+        mean=rng.standard_normal(num_features).astype(np.float32),
+        basis=columns.astype(np.float16),
+        variances=variances,
+        total_variance=float(variances.sum()),
+    )
+
+
+def make_artifact(
+    geometry: ModelGeometry = GEOMETRY,
+    rope: RopeSpec | None = None,
+    groups: tuple[Group, ...] = GROUPS,
+    *,
+    rule: RangeRule = "minmax",
+    scaled: bool = True,
+) -> Artifact:
+    """One plan of ratio RATIO, the same for K and V. scaled: features weighted by other scales than one."""
+    plan = SidePlan(groups, predicted_error=0.1, range_rule=rule)
+    return Artifact(
+        geometry=geometry,
+        rope=rope or rope_of(geometry),
+        fingerprint=ModelFingerprint("Toy", "toy", "0" * 32),
+        k=side_basis(geometry.features(Side.K), 1, scaled),
+        v=side_basis(geometry.features(Side.V), 2, scaled),
+        plans=(Plan(RATIO, plan, plan),),
+        digest=bytes(range(16)),
+    )
+
+
+def make_chunk(artifact: Artifact, num_tokens: int, start_position: int = 100, seed: int = 0) -> KVChunk:
+    """Random KV whose features follow the artifact's mean and variances, plus a little noise outside of the basis."""
+    geometry = artifact.geometry
+    rng = np.random.default_rng(seed)
+    tensors = []
+    for side in Side:
+        basis = artifact.basis(side)
+        if basis is None:
+            raise ValueError("the artifact has no bases")
+        coefficients = rng.standard_normal((num_tokens, RANK)) * np.sqrt(basis.variances)
+        noise = 0.01 * rng.standard_normal((num_tokens, geometry.features(side)))
+        features = (coefficients @ basis.basis.astype(float).T + basis.mean + noise) / basis.scale
+        head_dim = geometry.head_dim if side is Side.K else geometry.v_head_dim
+        shape = (num_tokens, geometry.num_layers, geometry.num_kv_heads, head_dim)
+        tensors.append(torch.from_numpy(features).reshape(shape).transpose(0, 1).contiguous())
+    positions = torch.arange(start_position, start_position + num_tokens)
+    dtype: torch.dtype = getattr(torch, geometry.dtype)
+    return KVChunk(rotate(tensors[0].float(), positions, artifact.rope).to(dtype), tensors[1].to(dtype), start_position)
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
