@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 TYPECHECK := build/typecheck
 PYTEST_ARGS ?=
 
+# Where other work shares the cores, OpenMP threads that spin at barriers make torch ten times slower.
+export OMP_WAIT_POLICY ?= passive
+
 # SGLang imports thousands of modules in each of its processes: let them be compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -1,4 +1,4 @@
-"""Seeded stand-ins for calibration results: spectra that fall like those of real KV caches, and KV that follows them."""
+"""Seeded stand-ins for calibration results: spectra that fall as real ones do, and KV that follows them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     window_tokens: last tokens of a node, stored in `window_format` instead of being coded.
     chunk_tokens: most tokens in one frame; bounds the working memory of encode and decode.
     coder: entropy coder of every section (bitstream.entropy); `coder_level` is its effort.
-    compute_dtype: dtype of the projections; "auto" takes bfloat16 where the KV cache is 16-bit, else float32.
+    compute_dtype: dtype of the projections; "auto" takes bfloat16 where the KV cache is 16-bit and the CPU multiplies
+        bfloat16 in hardware, else float32.
     """
 
     target_ratio: float = 0.0
@@ -48,7 +49,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     arena_bytes: budget of this rank for frames and for raw copies on their way to becoming frames; 0 means a tenth of
         the memory available at start.
     staging_bytes: most of it that raw copies may take while they wait for the encoder.
-    min_node_tokens: no coded frame is shorter; shorter runs are stored in the window format.
+    min_node_tokens: shorter nodes are stored raw, never coded badly.
     stale_after_s: an unused prefix untouched for so long is compressed before there is pressure; 0 turns it off.
     stale_min_usage: ... once this share of the device pool is in use (below it, a device hit is free and better).
     compress_per_tick: most nodes handed to the encoder in one scheduler step.

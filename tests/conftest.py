@@ -4,6 +4,9 @@ import os
 
 import hypothesis
 
+# As the Makefile does: OpenMP threads that spin at barriers starve whatever shares the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Models come from installed packages: a test that tries to reach a model hub fails at once instead of hanging.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

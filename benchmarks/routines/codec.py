@@ -23,7 +23,7 @@ from sglang_kvtc.benchmarks.memory import peak_memory
 from sglang_kvtc.bitstream import bitpack
 from sglang_kvtc.bitstream.frame import SectionId, open_frame, write_frame
 from sglang_kvtc.bitstream.header import FrameKind
-from sglang_kvtc.codec.codec import KVCodec
+from sglang_kvtc.codec.codec import KVCodec, compute_dtype
 from sglang_kvtc.codec.decode import rotated_keys, token_coefficients
 from sglang_kvtc.codec.encode import EncodedChunk, centred_features
 from sglang_kvtc.codec.quantize import quantize
@@ -164,7 +164,7 @@ def _alternate(work: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 def _codings(artifact: Artifact, ratio: float, codec: KVCodec) -> tuple[SideCoding, SideCoding]:
     """The same as the codec's, which are its own affair."""
     plan = next(plan for plan in artifact.plans if plan.target_ratio == codec.target_ratio)
-    dtype = torch.float32 if artifact.geometry.dtype == "float32" else torch.bfloat16
+    dtype = compute_dtype(CodecConfig(), getattr(torch, artifact.geometry.dtype))
     if artifact.k is None or artifact.v is None:
         raise KVTCError(f"the artifact has no bases for ratio {ratio:g}")
     return (

@@ -26,8 +26,8 @@ STALE_AFTER_S = 0.2
 COMPRESS_TIMEOUT_S = 120.0
 
 STAGES = ("open_s", "reconstruct_s", "scatter_s")
-"""Seconds of the worker per restore: entropy decoding, unpacking and dequantising; projection and rotation; writing into
-the pool. `bench codec` splits the first two further. What the engine needs besides is `ttft_device_hit_s`."""
+"""Seconds of the worker per restore: entropy decoding, unpacking and dequantising; projection and rotation; writing
+into the pool. `bench codec` splits the first two further. The engine itself needs `ttft_device_hit_s`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

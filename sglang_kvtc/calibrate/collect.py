@@ -7,7 +7,7 @@ set aside for the bit allocation, whose error estimate would be too good on rows
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ SINK_TOKENS = 4
 ALLOCATION_ONE_IN = 12
 """One sequence in so many is set aside for the bit allocation."""
 _BLOCK_ROWS = 2048
+_PANEL_FEATURES = 1024
 
 
 class Covariance:
@@ -61,9 +62,16 @@ class Covariance:
             self._shift = block.mean(dim=0)
         block -= self._shift
         self._sum += block.sum(dim=0, dtype=torch.float64)
-        self._products += block.T @ block
+        # Only the panels on and right of the diagonal: the matrix is symmetric, which saves almost half the work.
+        for panel in self._panels():
+            self._products[panel, panel.start :] += block[:, panel].T @ block[:, panel.start :]
         self.num_rows += self._fill
         self._fill = 0
+
+    def _panels(self) -> Iterator[slice]:
+        num_features = len(self._sum)
+        for start in range(0, num_features, _PANEL_FEATURES):
+            yield slice(start, min(start + _PANEL_FEATURES, num_features))
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean: f64[p] and covariance: f64[p, p] (divided by n). The accumulator is used up."""
@@ -71,6 +79,8 @@ class Covariance:
             self._flush()
         if self._shift is None:
             raise ConfigError("no calibration tokens are left after the sink positions: ask for more --tokens")
+        for panel in self._panels():
+            self._products[panel.stop :, panel] = self._products[panel, panel.stop :].T
         offset = self._sum / self.num_rows
         covariance = self._products.div_(self.num_rows)
         covariance -= torch.outer(offset, offset)

@@ -135,7 +135,7 @@ def _check_exact(server: ServerProcess, conversations: Sequence[Conversation], a
 
 
 def _print_agreement(server: ServerProcess, conversations: Sequence[Conversation], answer_tokens: int) -> None:
-    """Recompute every answer without a cache, then ask restored and recomputed prefixes to predict it token by token."""
+    """Recompute every answer, then let restored and recomputed prefixes predict it token by token."""
     references = []
     for conversation in conversations:
         server.flush()

@@ -115,8 +115,8 @@ def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artif
     """Compare the engine's KV pool with the artifact and return the pool's geometry.
 
     The dtype is the pool's: bases and plans hold for any, and frames of different dtypes never mix, since a frame
-    names its geometry. Raises UnsupportedError for a pool that is not plain multi-head NHD in 16 or 32 bits on the CPU, ArtifactError for
-    another geometry.
+    names its geometry. Raises UnsupportedError for a pool that is not plain multi-head NHD in 16 or 32 bits on the
+    CPU, ArtifactError for another geometry.
     """
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -34,6 +34,16 @@ def test_covariance_in_blocks_equals_the_covariance_of_all_rows(sizes: list[int]
     torch.testing.assert_close(covariance, expected, atol=resolution, rtol=0)
 
 
+def test_covariance_of_many_features_is_whole_on_both_sides_of_the_diagonal() -> None:
+    rows = torch.randn(300, 1700, generator=torch.Generator().manual_seed(0))
+    moments = Covariance(1700, torch.device("cpu"))
+    moments.add(rows)
+    _, covariance = moments.finish()
+    expected = torch.cov(rows.T.double(), correction=0)
+    resolution = torch.finfo(torch.float32).eps * 300**0.5 * float(expected.diagonal().max())
+    torch.testing.assert_close(covariance, expected, atol=resolution, rtol=0)
+
+
 def test_covariance_of_nothing_asks_for_more_tokens() -> None:
     with pytest.raises(ConfigError, match="--tokens"):
         Covariance(4, torch.device("cpu")).finish()

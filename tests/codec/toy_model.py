@@ -15,8 +15,13 @@ from sglang_kvtc.artifact.schema import (
     SideBasis,
     SidePlan,
 )
+from sglang_kvtc.bitstream.header import FrameKind
+from sglang_kvtc.codec.codec import KVCodec
 from sglang_kvtc.codec.rope import rotate
-from sglang_kvtc.types import KVChunk, ModelGeometry, Side
+from sglang_kvtc.config import CodecConfig
+from sglang_kvtc.types import KVChunk, ModelGeometry, Side, TokenRange
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 GEOMETRY = ModelGeometry(num_layers=3, num_kv_heads=2, head_dim=16, v_head_dim=12, dtype="bfloat16")
 GROUPS = (Group(0, 1, 8), Group(1, 16, 5), Group(17, 16, 3), Group(34, 16, 1))
@@ -88,3 +93,20 @@ def make_chunk(artifact: Artifact, num_tokens: int, start_position: int = 100, s
 
 def rms(values: torch.Tensor) -> float:
     return float(values.double().square().mean().sqrt())
+
+
+def restore(
+    codec: KVCodec, frame: bytes, start_position: int, num_tokens: int, tokens: TokenRange | None = None
+) -> Pair:
+    """K and V of the tokens (default: all), layer by layer."""
+    opened = codec.open(frame, start_position, num_tokens)
+    tokens = tokens or TokenRange(0, num_tokens)
+    layers = [opened.reconstruct(range(layer, layer + 1), tokens) for layer in range(codec.geometry.num_layers)]
+    return torch.cat([keys for keys, _ in layers]), torch.cat([values for _, values in layers])
+
+
+def round_trip(artifact: Artifact, chunk: KVChunk, kind: FrameKind, config: CodecConfig | None = None) -> Pair:
+    codec = KVCodec(artifact, config or CodecConfig())
+    encoded = codec.encode(chunk, kind)
+    assert encoded.kind is kind
+    return restore(codec, encoded.frame, chunk.start_position, chunk.num_tokens)

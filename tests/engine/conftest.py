@@ -16,7 +16,7 @@ from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.cli.server_process import CPU_FLAGS, Generation, ServerProcess
 
 FAULTS = Path(__file__).parent / "faults"
-POOL_TOKENS = 2560
+POOL_TOKENS = 1280
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Server:
     fault_file: Path
     prompts: Sequence[list[int]]
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int = 16, extra_key: str | None = None) -> Generation:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int = 8, extra_key: str | None = None) -> Generation:
         return self.process.generate(prompt, max_new_tokens, extra_key)
 
     def push_out(self, first_filler: int, count: int = 3) -> None:
@@ -52,7 +52,7 @@ def artifact() -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(demo_model: Path) -> Sequence[list[int]]:
-    return builtin_prompts(demo_model, count=10, num_tokens=1000)
+    return builtin_prompts(demo_model, count=10, num_tokens=500)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,16 @@ def start_server(
             demo_model,
             [
                 *CPU_FLAGS,
-                *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8", "--random-seed", "1"),
+                *(
+                    "--max-total-tokens",
+                    str(POOL_TOKENS),
+                    "--max-running-requests",
+                    "8",
+                    "--chunked-prefill-size",
+                    "384",
+                    "--random-seed",
+                    "1",
+                ),
                 *("--enable-kvtc", "--kvtc-artifact", str(artifact), "--kvtc-config", str(folder / "kvtc.toml")),
                 *flags,
             ],

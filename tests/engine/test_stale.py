@@ -35,13 +35,13 @@ def wait_until_compressed(server: Server, tokens: int) -> dict[str, float]:
 
 
 def test_an_idle_server_compresses_what_nobody_touched(server: Server) -> None:
-    prefix, extra = server.prompts[0][:500], server.prompts[9][5:6]
+    prefix, extra = server.prompts[0][:300], server.prompts[9][5:6]
     server.generate(prefix)
     on_device = server.generate(prefix + extra)
-    assert on_device.cached_device == 500
-    wait_until_compressed(server, 500)
+    assert on_device.cached_device == 300
+    wait_until_compressed(server, 300)
     restored = server.generate(prefix + extra)
-    assert (restored.cached_device, restored.cached_compressed) == (0, 500)
+    assert (restored.cached_device, restored.cached_compressed) == (0, 300)
     assert restored.logprobs == on_device.logprobs
 
 
@@ -58,7 +58,7 @@ def test_a_prefix_in_use_is_not_compressed(server: Server) -> None:
 
 def test_turns_of_a_conversation_come_back_from_the_tier(server: Server) -> None:
     server.process.flush()
-    prompt = server.prompts[2][:500]
+    prompt = server.prompts[2][:300]
     for _turn in range(3):
         answer = server.generate(prompt)
         prompt = prompt + answer.output_ids + server.prompts[9][100:150]

@@ -14,7 +14,7 @@ from tests.engine.conftest import POOL_TOKENS, Server
 
 pytestmark = pytest.mark.engine
 
-PROMPT_TOKENS = 600
+PROMPT_TOKENS = 300
 CONFIG = """
 [codec]
 target_ratio = {ratio}
@@ -101,11 +101,11 @@ def test_a_split_04_a_hit_may_end_inside_a_compressed_node(server: Server) -> No
     whole, other = server.prompts[0][:PROMPT_TOKENS], server.prompts[9]
     server.generate(whole)
     server.push_out(1)
-    forked = whole[:400] + other[:100]
+    forked = whole[:200] + other[:100]
     hit = server.generate(forked)
-    assert (hit.cached_device, hit.cached_compressed) == (0, 400)
+    assert (hit.cached_device, hit.cached_compressed) == (0, 200)
     rest = server.generate(whole + other[5:6])
-    assert (rest.cached_device, rest.cached_compressed) == (400, PROMPT_TOKENS - 400)
+    assert (rest.cached_device, rest.cached_compressed) == (200, PROMPT_TOKENS - 200)
     if lossless(server):
         server.process.flush()
         assert server.generate(forked).output_ids == hit.output_ids
@@ -115,7 +115,8 @@ def test_a_split_04_a_hit_may_end_inside_a_compressed_node(server: Server) -> No
 def test_a_hit_07_evicting_a_restored_prefix_again_codes_nothing_anew(server: Server) -> None:
     prefix, extra = server.prompts[0][:PROMPT_TOKENS], server.prompts[9][5:6]
     server.generate(prefix, max_new_tokens=1)
-    server.push_out(1)
+    for _round in range(2):  # after the second one, the fillers have been coded too
+        server.push_out(1)
     first = server.generate(prefix + extra, max_new_tokens=8)
     before = server.process.wait_encoded()
     server.push_out(1)
@@ -146,8 +147,8 @@ def test_a_life_05_compression_frees_device_tokens_and_stores_far_fewer_bytes(se
     stored_tokens = 5 * PROMPT_TOKENS - POOL_TOKENS
     assert stats["frame_tokens"] >= stored_tokens
     raw = stats["frame_tokens"] * stats["raw_bytes_per_token"]
-    # 132 of 600 tokens are raw or fp8, which alone bounds the ratio.
-    assert raw / stats["frame_bytes"] > (1.2 if lossless(server) else 5)
+    # 132 of 300 tokens are raw or fp8, which alone bounds the ratio.
+    assert raw / stats["frame_bytes"] > (1.0 if lossless(server) else 3)
 
 
 def test_a_ops_02_a_flush_empties_the_tier_even_while_chunks_wait_for_the_encoder(server: Server) -> None:
@@ -237,14 +238,14 @@ def test_a_race_05_an_aborted_chunked_prefill_is_never_compressed_half_way(serve
 
 def test_a_hit_05_a_batch_of_restored_and_cold_requests_answers_each_as_alone(server: Server) -> None:
     extra = server.prompts[9][5:6]
-    prefixes = [prompt[:400] for prompt in server.prompts[:3]]
+    prefixes = [prompt[:200] for prompt in server.prompts[:3]]
     for prefix in prefixes:
         server.generate(prefix, max_new_tokens=1)
     server.push_out(3)
     results: dict[int, int] = {}
 
     def request(index: int) -> None:
-        prompt = prefixes[index] + extra if index < 3 else server.prompts[index + 3][:400]
+        prompt = prefixes[index] + extra if index < 3 else server.prompts[index + 3][:200]
         results[index] = server.process.generate(prompt, 8).cached_compressed
 
     clients = [threading.Thread(target=request, args=(index,)) for index in range(5)]
@@ -252,7 +253,7 @@ def test_a_hit_05_a_batch_of_restored_and_cold_requests_answers_each_as_alone(se
         client.start()
     for client in clients:
         client.join(120)
-    assert [results[index] for index in range(5)] == [400, 400, 400, 0, 0]
+    assert [results[index] for index in range(5)] == [200, 200, 200, 0, 0]
 
 
 def test_no_leak_was_reported_and_the_server_is_still_there(server: Server) -> None:
