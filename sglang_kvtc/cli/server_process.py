@@ -172,6 +172,9 @@ class ServerProcess:
         if not last:
             raise ServerError(f"the server sent no tokens:\n{self.log_tail()}")
         meta = last["meta_info"]
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise ServerError(f"the request was aborted: {reason.get('message')}")
         cached = meta.get("cached_tokens_details") or {}
         return Generation(
             output_ids=last["output_ids"],

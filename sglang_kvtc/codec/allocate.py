@@ -2,9 +2,9 @@
 
 The model: components are cut into groups of consecutive components; a group of a given size and width costs
 size x width + 32 bits per token and has the mean squared error of really quantising it on a calibration sample; a
-component in no group costs nothing and loses its variance. Errors are measured at every start for sizes 1 and 16, and
-at starts that are multiples of size / 16 for larger ones, with linear interpolation between those. For this model the
-allocation is optimal: it minimises the total error of every budget exactly.
+component in no group costs nothing and loses its variance. Errors are measured at every start for sizes 1 and 16, for
+larger ones at the multiples of size / 16 and at the last start, with linear interpolation between those. For this model
+the allocation is optimal: it minimises the total error of every budget exactly.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def error_table(
     coefficients: npt.NDArray[np.float32],
     rule: RangeRule = "minmax",
     *,
-    group_sizes: tuple[int, ...] = GROUP_SIZES,
     on_components: OnUnits = lambda count: None,
 ) -> ErrorTable:
     """Quantise every possible group on a calibration sample.
@@ -72,7 +71,7 @@ def error_table(
     picked = np.unique(np.linspace(0, num_tokens - 1, SAMPLE_TOKENS).astype(np.int64))
     by_component = torch.from_numpy(np.ascontiguousarray(coefficients[picked].T))
     errors = {}
-    for size in group_sizes:
+    for size in GROUP_SIZES:
         if size <= rank:
             errors[size] = _errors_of_size(by_component, size, rule, on_components)
         else:
@@ -128,7 +127,6 @@ class Allocator:
         if max_bits < 0:
             raise ConfigError(f"the bit budget per token is {max_bits}: expected at least 0")
         rank = len(table.variances)
-        self._table = table
         self._options = _useful_options(table, max_bits)
         # Index of the option that ends at a component, plus one; 0 where the component is in no group.
         self._choices = np.zeros((rank, max_bits + 1), np.uint8)

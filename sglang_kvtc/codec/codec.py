@@ -35,6 +35,8 @@ class KVCodec:
     """Encoder and decoder on the CPU. Nothing changes after construction, so threads may share one.
 
     geometry: of the artifact's model shard. target_ratio: of the plan in use; 1 is lossless, where every frame is RAW.
+    Torch's thread count (of the calling thread) limits the work: with more than one, K is done by a helper thread while
+    the caller does V.
     """
 
     def __init__(self, artifact: Artifact, config: CodecConfig) -> None:
@@ -52,7 +54,7 @@ class KVCodec:
         self._geometry_digest = geometry_digest(artifact.geometry, artifact.rope)
         self._plan_code = 0 if plan is None else plan_code(plan.target_ratio)
         self._planned_bits = 0 if plan is None else plan.k.bits_per_token + plan.v.bits_per_token
-        # Much of a task runs on one core, whatever torch may use: packing and entropy coding, for one.
+        # Packing, entropy coding and short torch operations use one core, however many torch may.
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvtc-codec")
         self._codings = None if plan is None else _codings(artifact, plan, compute_dtype(config, self._dtype))
 

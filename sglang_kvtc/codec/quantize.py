@@ -59,7 +59,7 @@ class GroupRun:
 
     def split(self, components: torch.Tensor) -> torch.Tensor:
         """The run's part of [num_components, num_tokens] as [num_groups, size, num_tokens], without a copy."""
-        return components[self.rows].view(self.num_groups, self.size, -1)
+        return components[self.rows].view(self.num_groups, self.size, components.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

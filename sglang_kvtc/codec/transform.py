@@ -19,7 +19,7 @@ from sglang_kvtc.artifact.schema import SideBasis, SidePlan
 from sglang_kvtc.codec.quantize import GroupLayout
 
 _TILE_ELEMENTS = 1 << 19
-"""f32 elements of features converted at a time, so that several passes over them stay in the second-level cache."""
+"""f32 elements of features converted at a time, so that the passes over them find them in the cache."""
 
 
 class SideTransform:
@@ -40,14 +40,6 @@ class SideTransform:
         self._reconstruct_weight = torch.cat([(columns / scale).to(dtype), *self._mean_parts()])
         self._project_weight = (
             self._reconstruct_weight[: self.num_components] if bool((scale == 1).all()) else (columns * scale).to(dtype)
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of the weights."""
-        tensors = (self._project_weight, self._reconstruct_weight)
-        return sum(
-            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values()
         )
 
     def _mean_parts(self) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_kvtc.artifact.schema import Artifact
 from sglang_kvtc.codec.codec import KVCodec
@@ -103,7 +104,8 @@ class KVTCRadixCache(UnifiedRadixCache):
         return super().match_prefix(dataclasses.replace(params, key=params.key[:length]))
 
     def _touch(self, node_id: int) -> None:
-        if self._tier.config.stale_after_s > 0:
+        # A streaming session answers with a virtual node; its slots are locked and never stale.
+        if self._tier.config.stale_after_s > 0 and not is_virtual_node(node_id):
             self._clock.touch(self.path_device_indices(node_id), time.monotonic())
 
     def _start_position_of(self, node_id: int, num_tokens: int) -> int:

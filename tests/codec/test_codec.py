@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from codec.toy_model import GEOMETRY, RATIO, make_artifact, make_chunk, restore
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_kvtc.artifact.schema import Group, Plan, SidePlan
-from sglang_kvtc.bitstream.frame import SectionId, open_frame
+from sglang_kvtc.bitstream.frame import SectionId, open_frame, write_frame
 from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.codec.codec import KVCodec, compute_dtype
 from sglang_kvtc.config import CodecConfig
@@ -42,6 +43,17 @@ def test_products_are_in_bfloat16_only_where_the_cpu_multiplies_it(
     assert compute_dtype(CodecConfig(), cache_dtype) is expected
     assert compute_dtype(CodecConfig(compute_dtype="bfloat16"), cache_dtype) is torch.bfloat16
     assert compute_dtype(CodecConfig(compute_dtype="float32"), cache_dtype) is torch.float32
+
+
+def test_a_shape_04_a_coded_frame_without_tokens_can_be_read() -> None:
+    artifact = make_artifact()
+    codec = KVCodec(artifact, CodecConfig())
+    written = open_frame(codec.encode(make_chunk(artifact, 3, 7), FrameKind.CODED).frame)
+    nothing = {section: np.empty(0, np.uint8) for section in written.entries}
+    frame = write_frame(dataclasses.replace(written.header, num_tokens=0), nothing, "deflate", 6)
+    keys, values = codec.open(frame, 7, 0).reconstruct(LAYERS, TokenRange(0, 0))
+    assert keys.shape == (3, 0, 2, 16)
+    assert values.shape == (3, 0, 2, 12)
 
 
 @KINDS
@@ -232,6 +244,25 @@ def test_stored_bytes_are_what_the_plan_says_plus_the_header() -> None:
     smaller = KVCodec(artifact, CodecConfig()).encode(make_chunk(artifact, 64), FrameKind.CODED).frame
     assert len(smaller) < len(frame)
     assert open_frame(smaller).entries[SectionId.K_PARAMS].raw_bytes == 64 * 4 * 4
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_helper_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    artifact = make_artifact()
+    chunk = make_chunk(artifact, 50)
+    expected = KVCodec(artifact, CodecConfig()).encode(chunk, FrameKind.CODED).frame
+    restored = restore(KVCodec(artifact, CodecConfig()), expected, 100, 50)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    codec = KVCodec(artifact, CodecConfig())
+    before = set(threading.enumerate())
+    # The tier's worker runs in inference mode, which a helper thread does not inherit.
+    with torch.inference_mode():
+        staged = dataclasses.replace(chunk, keys=chunk.keys.clone(), values=chunk.values.clone())
+        assert codec.encode(staged, FrameKind.CODED).frame == expected
+        for found, wanted in zip(restore(codec, expected, 100, 50), restored, strict=True):
+            assert torch.equal(found, wanted)
+    helpers = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvtc-codec")]
+    assert len(helpers) == num_threads - 1
 
 
 def test_threads_may_share_a_codec() -> None:

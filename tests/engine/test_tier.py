@@ -198,6 +198,22 @@ def test_a_bit_09_a_damaged_frame_is_a_miss_and_the_tokens_are_recomputed(server
     assert after["restored_prefixes"] == before["restored_prefixes"]
 
 
+def test_a_hit_04_a_prefix_whose_frame_was_lost_is_hit_up_to_the_loss_only(server: Server) -> None:
+    prefix, extra = server.prompts[0][:PROMPT_TOKENS], server.prompts[9][5:6]
+    server.generate(prefix, max_new_tokens=1)
+    server.push_out(1)
+    server.set_faults("flip_byte=40")
+    server.generate(prefix + extra)
+    server.set_faults("")
+    # The recomputed tokens are evicted in turn; the tree still thinks that they are backed up.
+    server.push_out(1)
+    again = server.generate(prefix + extra)
+    assert again.cached_device + again.cached_compressed < PROMPT_TOKENS
+    server.process.flush()
+    if lossless(server):
+        assert server.generate(prefix + extra).output_ids == again.output_ids
+
+
 def test_a_leak_03_an_abort_during_a_restore_leaves_nothing_behind(server: Server) -> None:
     prefix, extra = server.prompts[0][:PROMPT_TOKENS], server.prompts[9][5:6]
     server.generate(prefix)
