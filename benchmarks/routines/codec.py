@@ -36,6 +36,7 @@ from sglang_kvtc.types import KVChunk, Side, TokenRange
 HELP = "time and memory of encoding and decoding a node, next to its matrix products alone"
 
 START_POSITION = 1000
+WARM_UP = 2
 PARAMS = (SectionId.K_PARAMS, SectionId.V_PARAMS)
 SYMBOLS = (SectionId.K_SYMBOLS, SectionId.V_SYMBOLS)
 Node = list[tuple[TokenRange, EncodedChunk]]
@@ -81,7 +82,9 @@ def _measure(artifact: Artifact, config: CodecConfig, node: KVChunk, args: argpa
             "encode": lambda: _encode(codec, node),
             "decode": lambda: _decode(codec, frames, args.layers_per_step),
             **_products(codings, [len(tokens) for tokens, _ in frames]),
-            "stages": lambda: _run_stages(artifact, codings, stage_chunk, frames[0][1], args.layers_per_step, stages),
+            "stages": lambda: _run_stages(
+                artifact, codings, config, stage_chunk, frames[0][1], args.layers_per_step, stages
+            ),
         },
         args.repeats,
     )
@@ -108,7 +111,7 @@ def _measure(artifact: Artifact, config: CodecConfig, node: KVChunk, args: argpa
         "encode_peak_bytes": encode_memory.peak_bytes,
         "decode_peak_bytes": decode_memory.peak_bytes,
         "stage_tokens": stage_chunk.num_tokens,
-        **{f"stage_{name}_ms": 1e3 * statistics.median(laps) for name, laps in stages.laps.items()},
+        **{f"stage_{name}_ms": 1e3 * statistics.median(laps[WARM_UP:]) for name, laps in stages.laps.items()},
     }
 
 
@@ -150,13 +153,13 @@ def _check_against_fp32(artifact: Artifact, config: CodecConfig, node: KVChunk, 
 
 
 def _alternate(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, after two passes that do not count."""
+    """Median seconds of each, after passes that do not count."""
     times: dict[str, list[float]] = defaultdict(list)
-    for index in range(repeats + 2):
+    for index in range(repeats + WARM_UP):
         for name, function in work.items():
             started = time.perf_counter()
             function()
-            if index >= 2:
+            if index >= WARM_UP:
                 times[name].append(time.perf_counter() - started)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
@@ -221,6 +224,7 @@ class _Stopwatch:
 def _run_stages(
     artifact: Artifact,
     codings: tuple[SideCoding, SideCoding],
+    config: CodecConfig,
     chunk: KVChunk,
     encoded: EncodedChunk,
     layers_per_step: int,
@@ -241,7 +245,6 @@ def _run_stages(
         bitpack.pack(symbols.numpy(), coding.widths) for coding, (symbols, _) in zip(codings, quantized, strict=True)
     ]
     watch.lap("encode_pack")
-    config = CodecConfig()
     sections = {section: params.numpy() for section, (_, params) in zip(PARAMS, quantized, strict=True)}
     write_frame(
         open_frame(encoded.frame).header,

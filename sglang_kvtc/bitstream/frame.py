@@ -95,21 +95,30 @@ class Frame:
         return unshuffle(np.frombuffer(raw, np.uint8), entry.element_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class CodedSection:
+    """A section as `write_frame` stores it. Coding takes most of the time of a frame, and threads may share it."""
+
+    entry: SectionEntry
+    stored: bytes | memoryview
+
+
+Content = bytes | npt.NDArray[Any]
+
+
 def write_frame(
     header: FrameHeader,
-    sections: Mapping[SectionId, bytes | npt.NDArray[Any]],
+    sections: Mapping[SectionId, Content | CodedSection],
     coder: str,
     level: int,
 ) -> bytes:
     """Write one frame.
 
-    sections: exactly those of the header's kind. Arrays of 2- or 4-byte elements are stored as byte planes; `bytes` and
-        arrays of single bytes as they are. Elements are little-endian, in C order.
+    sections: exactly those of the header's kind, their content or the result of `code_section`.
     coder, level: entropy coder by name and its effort (bitstream.entropy); a section it does not shrink is stored as it
         is.
     Raises BitstreamError for sections or fields that the format cannot hold, UnsupportedVersion for an unknown coder.
     """
-    coder_id = entropy.coder_by_name(coder)
     expected = SECTIONS[header.kind]
     if sections.keys() != set(expected):
         found = ", ".join(SectionId(section).name for section in sections)
@@ -117,10 +126,8 @@ def write_frame(
     table, payload = [], []
     for section in expected:
         content = sections[section]
-        array = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else np.ascontiguousarray(content)
-        if array.itemsize not in ELEMENT_BYTES or array.nbytes > _U32_MAX:
-            raise BitstreamError(f"{section.name}: {array.dtype}{list(array.shape)} is no section of this format")
-        entry, stored = _code_section(section, array, coder_id, level)
+        coded = content if isinstance(content, CodedSection) else code_section(section, content, coder, level)
+        entry, stored = coded.entry, coded.stored
         table.append(_ENTRY.pack(entry.id, entry.coder, entry.element_bytes, 0, entry.raw_bytes, entry.stored_bytes))
         payload.append(stored)
     parts = [pack_header(header, len(expected)), *table, *payload]
@@ -128,6 +135,26 @@ def write_frame(
     for part in parts:
         checksum.update(part)
     return b"".join([*parts, checksum.digest()])
+
+
+def code_section(section: SectionId, content: Content, coder: str, level: int) -> CodedSection:
+    """Turn one section into what a frame stores.
+
+    content: arrays of 2- or 4-byte elements are stored as byte planes; `bytes` and arrays of single bytes as they are.
+        Elements are little-endian, in C order.
+    coder, level: as for `write_frame`. Raises BitstreamError for content that the format cannot hold,
+    UnsupportedVersion for an unknown coder.
+    """
+    coder_id = entropy.coder_by_name(coder)
+    array = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else np.ascontiguousarray(content)
+    if array.itemsize not in ELEMENT_BYTES or array.nbytes > _U32_MAX:
+        raise BitstreamError(f"{section.name}: {array.dtype}{list(array.shape)} is no section of this format")
+    raw = shuffle(array.reshape(-1).view(np.uint8), array.itemsize)
+    if coder_id is not Coder.IDENTITY and raw.size:
+        coded = entropy.encode(raw, coder_id, level)
+        if len(coded) < raw.size:
+            return CodedSection(SectionEntry(section, coder_id, array.itemsize, raw.size, len(coded)), coded)
+    return CodedSection(SectionEntry(section, Coder.IDENTITY, array.itemsize, raw.size, raw.size), raw.data)
 
 
 def read_header(frame: FrameBuffer) -> FrameHeader:
@@ -198,17 +225,6 @@ def open_frame(frame: FrameBuffer) -> Frame:
         stored[section] = view[start : start + entry.stored_bytes]
         start += entry.stored_bytes
     return Frame(header, entries, stored)
-
-
-def _code_section(
-    section: SectionId, array: npt.NDArray[Any], coder: Coder, level: int
-) -> tuple[SectionEntry, bytes | memoryview]:
-    raw = shuffle(array.reshape(-1).view(np.uint8), array.itemsize)
-    if coder is not Coder.IDENTITY and raw.size:
-        coded = entropy.encode(raw, coder, level)
-        if len(coded) < raw.size:
-            return SectionEntry(section, coder, array.itemsize, raw.size, len(coded)), coded
-    return SectionEntry(section, Coder.IDENTITY, array.itemsize, raw.size, raw.size), raw.data
 
 
 def _check_entry(

@@ -19,7 +19,7 @@ from sglang_kvtc.bitstream.header import (
     plan_code,
 )
 from sglang_kvtc.codec.decode import CodedFrame, OpenFrame, open_fp8, open_raw, section_bytes, side_coefficients
-from sglang_kvtc.codec.encode import EncodedChunk, coded_sections, coded_side, fp8_sections, raw_sections
+from sglang_kvtc.codec.encode import EncodedChunk, coded_sections, fp8_sections, raw_sections
 from sglang_kvtc.codec.rope import Rotation
 from sglang_kvtc.codec.segments import node_segments
 from sglang_kvtc.codec.transform import SideCoding
@@ -90,9 +90,12 @@ class KVCodec:
             if chunk.num_tokens:
                 undo = self._rotation(chunk.start_position, chunk.num_tokens, inverse=True)
                 k, v = self._codings
-                sections = coded_sections(
-                    *self._both(lambda: coded_side(chunk.keys, k, undo), lambda: coded_side(chunk.values, v, None))
+                k_sections, v_sections = self._both(
+                    lambda: coded_sections(Side.K, chunk.keys, k, undo, self._config),
+                    lambda: coded_sections(Side.V, chunk.values, v, None, self._config),
                 )
+                if k_sections is not None and v_sections is not None:
+                    sections = k_sections | v_sections
         elif kind is FrameKind.FP8:
             sections = fp8_sections(chunk)
         if sections is None:

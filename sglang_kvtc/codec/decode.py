@@ -13,14 +13,9 @@ from sglang_kvtc.bitstream import bitpack
 from sglang_kvtc.bitstream.frame import Frame, SectionId
 from sglang_kvtc.codec.quantize import dequantize
 from sglang_kvtc.codec.rope import Rotation
-from sglang_kvtc.codec.transform import SideCoding
+from sglang_kvtc.codec.transform import CODED_SECTIONS, SideCoding
 from sglang_kvtc.errors import BitstreamError
 from sglang_kvtc.types import ModelGeometry, Side, TokenRange
-
-_CODED_SECTIONS = {
-    Side.K: (SectionId.K_PARAMS, SectionId.K_SYMBOLS),
-    Side.V: (SectionId.V_PARAMS, SectionId.V_SYMBOLS),
-}
 
 
 class OpenFrame(Protocol):
@@ -131,7 +126,7 @@ def side_coefficients(frame: Frame, side: Side, coding: SideCoding) -> torch.Ten
 
     Raises BitstreamError.
     """
-    params_id, symbols_id = _CODED_SECTIONS[side]
+    params_id, symbols_id = CODED_SECTIONS[side]
     num_tokens = frame.header.num_tokens
     params = _tensor(frame, params_id, torch.float16, (2, coding.layout.num_groups, num_tokens))
     if not bool(torch.isfinite(params).all()):

@@ -12,14 +12,15 @@ import numpy.typing as npt
 import torch
 
 from sglang_kvtc.bitstream import bitpack
-from sglang_kvtc.bitstream.frame import SectionId
+from sglang_kvtc.bitstream.frame import CodedSection, SectionId, code_section
 from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.codec.quantize import quantize
 from sglang_kvtc.codec.rope import Rotation
-from sglang_kvtc.codec.transform import SideCoding
-from sglang_kvtc.types import KVChunk
+from sglang_kvtc.codec.transform import CODED_SECTIONS, SideCoding
+from sglang_kvtc.config import CodecConfig
+from sglang_kvtc.types import KVChunk, Side
 
-Sections = dict[SectionId, npt.NDArray[np.generic]]
+Sections = dict[SectionId, npt.NDArray[np.generic] | CodedSection]
 
 FP8_MAX = 448.0
 """Largest finite OCP E4M3 number."""
@@ -31,14 +32,6 @@ class EncodedChunk:
 
     frame: bytes
     kind: FrameKind
-
-
-@dataclass(frozen=True, slots=True)
-class CodedSide:
-    """params: f16[2, num_groups, num_tokens], shifts and scales. packed_symbols: bytes (FORMAT.md section 6)."""
-
-    params: npt.NDArray[np.generic]
-    packed_symbols: npt.NDArray[np.uint8]
 
 
 def raw_sections(chunk: KVChunk) -> Sections:
@@ -66,10 +59,12 @@ def fp8_sections(chunk: KVChunk) -> Sections | None:
     return sections
 
 
-def coded_side(values: torch.Tensor, coding: SideCoding, rotation: Rotation | None) -> CodedSide | None:
-    """Quantised coefficients of K or V. None for input that is not finite or too large for f16 shifts and scales.
+def coded_sections(
+    side: Side, values: torch.Tensor, coding: SideCoding, rotation: Rotation | None, config: CodecConfig
+) -> Sections | None:
+    """One side's sections of a CODED frame, entropy-coded. None for input that is not finite or too large for f16.
 
-    values: of a chunk with tokens. rotation: undoes the rope of K; None for V.
+    values: K or V of a chunk with tokens. rotation: undoes the rope of K; None for V. config: says the entropy coder.
     """
     features = centred_features(values, coding, rotation)
     if not coding.layout.runs and not bool(torch.isfinite(features).all()):
@@ -78,19 +73,8 @@ def coded_side(values: torch.Tensor, coding: SideCoding, rotation: Rotation | No
     # A number that is not finite spoils every coefficient of its token, so it shows here too.
     if not bool(torch.isfinite(params).all()):
         return None
-    return CodedSide(params.numpy(), bitpack.pack(symbols.numpy(), coding.widths))
-
-
-def coded_sections(k: CodedSide | None, v: CodedSide | None) -> Sections | None:
-    """Sections of a CODED frame, None unless both sides could be coded."""
-    if k is None or v is None:
-        return None
-    return {
-        SectionId.K_PARAMS: k.params,
-        SectionId.K_SYMBOLS: k.packed_symbols,
-        SectionId.V_PARAMS: v.params,
-        SectionId.V_SYMBOLS: v.packed_symbols,
-    }
+    contents = zip(CODED_SECTIONS[side], (params.numpy(), bitpack.pack(symbols.numpy(), coding.widths)), strict=True)
+    return {section: code_section(section, content, config.coder, config.coder_level) for section, content in contents}
 
 
 def centred_features(values: torch.Tensor, coding: SideCoding, rotation: Rotation | None) -> torch.Tensor:

@@ -16,9 +16,16 @@ import numpy.typing as npt
 import torch
 
 from sglang_kvtc.artifact.schema import SideBasis, SidePlan
+from sglang_kvtc.bitstream.frame import SectionId
 from sglang_kvtc.codec.quantize import GroupLayout
+from sglang_kvtc.types import Side
 
-_TILE_ELEMENTS = 1 << 19
+CODED_SECTIONS = {
+    Side.K: (SectionId.K_PARAMS, SectionId.K_SYMBOLS),
+    Side.V: (SectionId.V_PARAMS, SectionId.V_SYMBOLS),
+}
+"""Where a CODED frame holds the shifts and scales, and where the symbols, of a side."""
+_TILE_ELEMENTS = 1 << 18
 """f32 elements of features converted at a time, so that the passes over them find them in the cache."""
 
 
