@@ -49,7 +49,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     arena_bytes: budget of this rank for frames and for raw copies on their way to becoming frames; 0 means a tenth of
         the memory available at start.
     staging_bytes: most of it that raw copies may take while they wait for the encoder.
-    min_node_tokens: shorter nodes are stored raw, never coded badly.
+    min_node_tokens: a node with fewer tokens to code has none coded; they are stored in the window format.
     stale_after_s: an unused prefix untouched for so long is compressed before there is pressure; 0 turns it off.
     stale_min_usage: ... once this share of the device pool is in use (below it, a device hit is free and better).
     compress_per_tick: most nodes handed to the encoder in one scheduler step.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -176,7 +175,6 @@ class CompressedTier:
             **{name: getattr(usage, name) for name in usage.__dataclass_fields__},
             **{name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__},
             **{name: getattr(worker, name) for name in worker.__dataclass_fields__},
-            "time": time.time(),
         }
 
     def _verified_source(self, chunk: StoredChunk) -> bytes | KVChunk | None:
