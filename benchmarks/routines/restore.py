@@ -32,7 +32,7 @@ into the pool. `bench codec` splits the first two further. The engine itself nee
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-tokens", type=int, nargs="+", default=[1024, 4096], metavar="N")
-    parser.add_argument("--repeats", type=int, default=5, help="prompts per prefix length")
+    parser.add_argument("--repeats", type=int, default=9, help="prompts per prefix length")
     parser.add_argument("--ratio", type=float, default=16.0, help="target ratio of the codec")
 
 

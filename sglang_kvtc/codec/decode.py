@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,6 +82,39 @@ class CodedFrame:
             for coding, coefficients in zip(self.codings, self.coefficients, strict=True)
         )
         return rotated_keys(unrotated, self.rotation, window, self.dtype), values.to(self.dtype)
+
+
+def join_frames(
+    parts: Sequence[tuple[OpenFrame, TokenRange]], max_tokens: int
+) -> Iterator[tuple[OpenFrame, TokenRange, int]]:
+    """Merge neighbouring coded frames of one codec, so that one product rebuilds what several small ones would.
+
+    parts: opened frames and the tokens wanted of each. Yields a frame, the tokens of it, and how many parts it stands
+    for, in order. A merged frame has at most `max_tokens` tokens, which bounds the working memory of `reconstruct`.
+    """
+    run: list[tuple[CodedFrame, TokenRange]] = []
+    for frame, tokens in parts:
+        fits = sum(len(other) for _, other in run) + len(tokens) <= max_tokens
+        if run and not (isinstance(frame, CodedFrame) and fits):
+            yield (*_joined(run), len(run))
+            run = []
+        if isinstance(frame, CodedFrame):
+            run.append((frame, tokens))
+        else:
+            yield frame, tokens, 1
+    if run:
+        yield (*_joined(run), len(run))
+
+
+def _joined(run: Sequence[tuple[CodedFrame, TokenRange]]) -> tuple[CodedFrame, TokenRange]:
+    first, tokens = run[0]
+    if len(run) == 1:
+        return first, tokens
+    windows = [(frame, slice(tokens.start, tokens.stop)) for frame, tokens in run]
+    k, v = (torch.cat([frame.coefficients[side][window] for frame, window in windows]) for side in Side)
+    rotation = Rotation.joined([(frame.rotation, window) for frame, window in windows])
+    joined = CodedFrame(first.codings, (k, v), rotation, first.num_kv_heads, first.dtype)
+    return joined, TokenRange(0, len(k))
 
 
 def rotated_keys(unrotated: torch.Tensor, rotation: Rotation, tokens: slice, dtype: torch.dtype) -> torch.Tensor:

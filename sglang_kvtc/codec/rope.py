@@ -5,8 +5,9 @@ KVTC section 3.1: keys are coded without their rotation, which hides their low-r
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,14 @@ class Rotation:
         self._sin = (angles.sin() * (-factor if inverse else factor)).float()[:, None].expand(shape).contiguous()
         self._rotary_dim = spec.rotary_dim
         self._interleaved = spec.interleaved
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Rotation, slice]]) -> Rotation:
+        """The rotation of some tokens of several rotations of one model, one after the other."""
+        rotation = copy.copy(parts[0][0])
+        rotation._cos = torch.cat([part._cos[tokens] for part, tokens in parts])
+        rotation._sin = torch.cat([part._sin[tokens] for part, tokens in parts])
+        return rotation
 
     def __call__(self, keys: torch.Tensor, tokens: slice = slice(None)) -> torch.Tensor:
         """Rotate keys: float[..., num_tokens, num_kv_heads, head_dim] to new f32 of the same shape.

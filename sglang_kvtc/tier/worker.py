@@ -6,17 +6,18 @@ their kernels, so the scheduler keeps running.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from sglang_kvtc.codec.codec import KVCodec
-from sglang_kvtc.codec.decode import OpenFrame
+from sglang_kvtc.codec.decode import OpenFrame, RawFrame, join_frames
 from sglang_kvtc.errors import RestoreError
 from sglang_kvtc.tier.port import EnginePort, LayerDone
 from sglang_kvtc.tier.state import ChunkState
@@ -24,6 +25,9 @@ from sglang_kvtc.tier.store import FrameStore, StoredChunk
 from sglang_kvtc.types import KVChunk, TokenRange
 
 logger = logging.getLogger(__name__)
+
+MAX_JOINED_TOKENS = 1024
+"""Most tokens whose coded frames are rebuilt by one product. Beyond, a product gains nothing and memory grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +175,12 @@ class TierWorker:
     def _restore(self, job: RestoreJob) -> None:
         started = time.perf_counter()
         try:
-            sources = [
-                piece.source
-                if isinstance(piece.source, KVChunk)
-                else self.codec.open(piece.source, piece.start_position, piece.num_tokens)
-                for piece in job.pieces
-            ]
+            parts = self._open(job.pieces)
             self.stats.open_s += time.perf_counter() - started
             for first in range(0, self.num_layers, self.layers_per_step):
                 layers = range(first, min(first + self.layers_per_step, self.num_layers))
-                for piece, source in zip(job.pieces, sources, strict=True):
-                    self._restore_piece(piece, source, layers)
+                for part in parts:
+                    self._restore_part(*part, layers)
                 job.layer_done(layers)
         except Exception as error:
             # Its frames were verified on the scheduler thread: this is out of memory or a bug of ours.
@@ -196,15 +195,24 @@ class TierWorker:
         self.stats.restored_tokens += sum(len(piece.tokens) for piece in job.pieces)
         job.finished(None)
 
-    def _restore_piece(self, piece: RestorePiece, source: KVChunk | OpenFrame, layers: range) -> None:
+    def _open(self, pieces: Sequence[RestorePiece]) -> list[tuple[OpenFrame, TokenRange, torch.Tensor]]:
+        """Frames, the tokens wanted of them and their slots; small frames merged."""
+        opened = [(self._open_piece(piece), piece.tokens) for piece in pieces]
+        slots = iter(piece.slots for piece in pieces)
+        return [
+            (frame, tokens, torch.cat(list(itertools.islice(slots, num_pieces))))
+            for frame, tokens, num_pieces in join_frames(opened, MAX_JOINED_TOKENS)
+        ]
+
+    def _open_piece(self, piece: RestorePiece) -> OpenFrame:
+        if isinstance(piece.source, KVChunk):
+            return RawFrame(piece.source.keys, piece.source.values)
+        return self.codec.open(piece.source, piece.start_position, piece.num_tokens)
+
+    def _restore_part(self, frame: OpenFrame, tokens: TokenRange, slots: torch.Tensor, layers: range) -> None:
         started = time.perf_counter()
-        if isinstance(source, KVChunk):
-            window = slice(piece.tokens.start, piece.tokens.stop)
-            keys = source.keys[layers.start : layers.stop, window]
-            values = source.values[layers.start : layers.stop, window]
-        else:
-            keys, values = source.reconstruct(layers, piece.tokens)
+        keys, values = frame.reconstruct(layers, tokens)
         rebuilt = time.perf_counter()
-        self.port.scatter(layers, piece.slots, keys, values)
+        self.port.scatter(layers, slots, keys, values)
         self.stats.reconstruct_s += rebuilt - started
         self.stats.scatter_s += time.perf_counter() - rebuilt
