@@ -14,7 +14,7 @@ import argparse
 import importlib
 from typing import Protocol, cast
 
-ROUTINES = ("allocate", "codec", "quality", "restore")
+ROUTINES = ("allocate", "codec", "gates", "gate-parity", "gate-score", "quality", "restore")
 
 
 class Routine(Protocol):
@@ -29,4 +29,4 @@ class Routine(Protocol):
 
 def load(name: str) -> Routine:
     """Import the routine `name`, one of ROUTINES."""
-    return cast(Routine, importlib.import_module(f"sglang_kvtc.benchmarks.routines.{name}"))
+    return cast(Routine, importlib.import_module(f"sglang_kvtc.benchmarks.routines.{name.replace('-', '_')}"))

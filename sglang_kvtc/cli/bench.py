@@ -99,7 +99,7 @@ def commit() -> str:
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on; packages that are not installed are left out."""
     found = {"python": platform.python_version(), "sglang_kvtc": __version__}
-    for name in ("torch", "numpy", "sglang"):
+    for name in ("torch", "numpy", "sglang", "transformers"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
