@@ -14,7 +14,7 @@ import argparse
 import importlib
 from typing import Protocol, cast
 
-ROUTINES = ("allocate", "codec", "gates", "gate-parity", "gate-score", "quality", "restore")
+ROUTINES = ("allocate", "codec", "gates", "gate-ablations", "gate-parity", "gate-score", "quality", "restore")
 
 
 class Routine(Protocol):

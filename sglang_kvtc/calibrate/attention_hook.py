@@ -6,6 +6,7 @@ Works with every architecture whose attention goes through transformers' attenti
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -90,14 +91,19 @@ def causal_attention(
     for start in range(0, num_new, _TILE_QUERIES):
         tile = queries[:, start : start + _TILE_QUERIES]
         num_seen = num_keys - num_new + start + tile.shape[1]
-        mask = torch.ones(tile.shape[1], num_seen, dtype=torch.bool, device=queries.device)
-        mask = mask.tril(num_seen - tile.shape[1])
+        mask = _causal_mask(tile.shape[1], num_seen, queries.dtype, queries.device)
         if kept is not None:
             mask = mask.repeat(len(keys), 1, 1)
-            mask[:, :, : num_keys - num_new] &= kept[:, None]
+            mask[:, :, : num_keys - num_new].masked_fill_(~kept[:, None], -torch.inf)
             mask = mask.repeat_interleave(group_size, dim=0)
         outputs.append(_attention(tile, keys[:, :num_seen], values[:, :num_seen], scaling, mask=mask))
     return torch.cat(outputs, dim=1)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_mask(num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """0 where the last `num_queries` of `num_keys` tokens may look, -inf elsewhere. Every layer asks for the same."""
+    return torch.full((num_queries, num_keys), -torch.inf, dtype=dtype, device=device).triu(num_keys - num_queries + 1)
 
 
 def _attention(

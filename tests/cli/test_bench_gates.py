@@ -11,6 +11,7 @@ import torch
 from calibrate.tiny_llama import save_tiny_llama
 
 from sglang_kvtc.artifact.fingerprint import fingerprint_model
+from sglang_kvtc.benchmarks import eviction_cases
 from sglang_kvtc.benchmarks.registry import load
 from sglang_kvtc.benchmarks.routines import gates as routine
 from sglang_kvtc.errors import ArtifactError, ConfigError, KVTCError, UnsupportedError
@@ -92,7 +93,7 @@ def test_attention_that_differs_from_the_models_own_fails(model_dir: Path, monke
         kept[:, 0] = False
         return kept
 
-    monkeypatch.setattr(routine, "all_kept", forgets_the_first_token)
+    monkeypatch.setattr(eviction_cases, "all_kept", forgets_the_first_token)
     with pytest.raises(KVTCError, match="our attention and the model's own differ by a KL of"):
         run("--model", str(model_dir), "--methods", "random", *SMALL)
 
