@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,7 +40,7 @@ from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.distill.distillation import Distillation, gate_config, score_text
 from sglang_kvtc.distill.shards import ShardContent, ShardReader
 from sglang_kvtc.distill.teacher import Target
-from sglang_kvtc.distill.train import LossCurves, TrainSettings, train
+from sglang_kvtc.distill.train import LossCurves, Optimizer, TrainSettings, train
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.eviction.budget import as_written
 from sglang_kvtc.gates.model import BiasForm, GateInput, GateKind, Gates, new_gates
@@ -59,6 +60,8 @@ class Variant:
     gate_dim: int = 16
     num_sinks: int = 16
     bias_form: BiasForm = BiasForm.RELEASED
+    optimizer: Optimizer = Optimizer.ADAM
+    target_power: float = 0.5
     share: float = 1.0
 
     @property
@@ -82,6 +85,12 @@ TABLES: dict[str, dict[str, Variant]] = {
     },
     "sinks": {str(sinks): Variant(num_sinks=sinks) for sinks in (4, 8, 16, 32)},
     "dimension": {str(dim): Variant(gate_dim=dim) for dim in (8, 16, 32, 64)},
+    "recipe": {
+        "adam on roots": BASE,
+        "adam": Variant(target_power=1),
+        "sgd on roots": Variant(optimizer=Optimizer.SGD),
+        "sgd (the paper's)": Variant(optimizer=Optimizer.SGD, target_power=1),
+    },
     WINDOW: {str(window): BASE for window in WINDOWS},
     "size": {"quarter": Variant(share=0.25), "half": Variant(share=0.5), "all": BASE},
 }
@@ -123,7 +132,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     of a context where it takes more than --keep.
 
     All tables take an estimated hour and a half of two idle cores with the demo model, two thirds of it for the
-    training of 17 variants, and 4 GB of disk in the temporary folder or --work-dir. What a named --work-dir holds is
+    training of 20 variants, and 4 GB of disk in the temporary folder or --work-dir. What a named --work-dir holds is
     not done again; it is redone in full only when tables are added that need other inputs or targets.
     """
     if unknown := [name for name in args.tables if name not in TABLES]:
@@ -198,9 +207,10 @@ def _train_all(
             bias_form=variant.bias_form,
         )
         gates = new_gates(gate_config(own, config, reader.input_features), settings.seed)
+        recipe = dataclasses.replace(training, optimizer=variant.optimizer, target_power=variant.target_power)
         checkpoint = folder / f"{variant.name}-{training.steps}-{training.batch_tokens}.safetensors"
         stages = _NumberedStages(progress, f"{number} of {len(variants)}")
-        curves = train(gates, reader, training, stages, checkpoint=checkpoint)
+        curves = train(gates, reader, recipe, stages, checkpoint=checkpoint)
         trained[variant] = _Trained(gates, curves, own_tokens)
     return trained
 

@@ -9,7 +9,7 @@ from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.distill.distillation import Distillation, Distilled, distill, remove_activations, save_distilled
 from sglang_kvtc.distill.plot import plot_losses
 from sglang_kvtc.distill.teacher import Target
-from sglang_kvtc.distill.train import TrainSettings
+from sglang_kvtc.distill.train import Optimizer, TrainSettings
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.gates.model import BiasForm, GateInput, GateKind
 
@@ -42,7 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-tokens", type=int, default=_TRAINING.batch_tokens, help="tokens of a step (default %(default)s)"
     )
     parser.add_argument(
-        "--learning-rate", type=float, default=_TRAINING.learning_rate, help="before its steps (default %(default)s)"
+        "--optimizer", type=Optimizer, choices=list(Optimizer), default=_TRAINING.optimizer, help="(default adam)"
+    )
+    parser.add_argument("--learning-rate", type=float, help="before its steps (default: 0.003 for adam, 0.2 for sgd)")
+    parser.add_argument(
+        "--target-power",
+        type=float,
+        default=_TRAINING.target_power,
+        help="targets are raised to it (default %(default)s); the paper's recipe is --optimizer sgd --target-power 1 "
+        "--steps 5000",
     )
     parser.add_argument("--kind", type=GateKind, choices=list(GateKind), default=_DEFAULTS.kind, help="kind of gate")
     parser.add_argument(
@@ -82,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
         num_sinks=args.sinks,
         bias_form=args.bias_form,
     )
-    training = TrainSettings(args.steps, args.batch_tokens, args.learning_rate, seed=args.seed)
+    training = TrainSettings(
+        args.steps, args.batch_tokens, args.optimizer, args.learning_rate, args.target_power, args.seed
+    )
     work_dir = args.work_dir or args.out.with_suffix(".work")
     distilled = distill(settings, training, work_dir, TerminalProgress())
     save_distilled(distilled, settings, training, args.out)

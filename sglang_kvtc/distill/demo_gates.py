@@ -18,15 +18,15 @@ from sglang_kvtc.distill.train import TrainSettings
 _DECIDING_FOLDERS = ("distill", "gates")
 
 
-def demo_gates(
-    progress: Progress, cache_dir: Path | None = None, *, num_tokens: int = 160_000, steps: int = 5000
-) -> Path:
-    """File of the demo model's gates, made on first use (about 40 minutes on two idle cores with the defaults)."""
+def demo_gates(progress: Progress, cache_dir: Path | None = None) -> Path:
+    """File of the demo model's gates, made on first use (about half an hour on two idle cores)."""
     cache_dir = cache_dir or default_cache_dir()
-    settings = Distillation(demo_model_dir(cache_dir), num_tokens=num_tokens)
-    training = TrainSettings(steps=steps)
+    settings = Distillation(demo_model_dir(cache_dir))
+    training = TrainSettings()
     key = xxhash.xxh3_128()
-    fields = asdict(settings) | asdict(training) | {"model_dir": fingerprint_model(settings.model_dir).digest}
+    fields = {**asdict(settings), "training": asdict(training)} | {
+        "model_dir": fingerprint_model(settings.model_dir).digest
+    }
     key.update(json.dumps(fields, sort_keys=True).encode())
     package = Path(__file__).parents[1]
     for folder in _DECIDING_FOLDERS:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -11,13 +12,15 @@ from sglang_kvtc.calibrate.progress import SilentProgress
 from sglang_kvtc.distill.plot import plot_losses
 from sglang_kvtc.distill.shards import ShardReader
 from sglang_kvtc.distill.teacher import Target
-from sglang_kvtc.distill.train import LossCurves, TrainSettings, layer_losses, learning_rate_factor, train
+from sglang_kvtc.distill.train import LossCurves, Optimizer, TrainSettings, layer_losses, learning_rate_factor, train
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.gates.model import GateConfig, GateInput, GateKind, Gates, new_gates
 
 NUM_LAYERS, FEATURES, NUM_KV_HEADS = 3, 12, 2
 CONFIG = GateConfig(GateKind.SINK_ATTENTION, GateInput.HIDDEN, NUM_LAYERS, FEATURES, NUM_KV_HEADS, group_size=2)
 SETTINGS = TrainSettings(steps=60, batch_tokens=100)
+PAPER = TrainSettings(steps=60, batch_tokens=100, optimizer=Optimizer.SGD, target_power=1)
+by_recipe = pytest.mark.parametrize("recipe", [SETTINGS, PAPER], ids=["default", "paper"])
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +75,9 @@ def test_scores_of_exactly_zero_and_one_keep_the_loss_finite() -> None:
     assert bool(torch.isfinite(scores.grad).all())
 
 
-def test_the_held_out_loss_falls_towards_its_floor_in_every_layer(reader: ShardReader) -> None:
-    _, curves = trained(reader, TrainSettings(steps=400, batch_tokens=200))
+@by_recipe
+def test_the_held_out_loss_falls_towards_its_floor_in_every_layer(reader: ShardReader, recipe: TrainSettings) -> None:
+    _, curves = trained(reader, dataclasses.replace(recipe, steps=400, batch_tokens=200))
     assert curves.steps[0] == 0
     assert curves.steps[-1] == 400
     for floor, first, last in zip(curves.floor, curves.held_out[0], curves.held_out[-1], strict=True):
@@ -113,10 +117,11 @@ class Interrupted(Exception):
     """Raised in the middle of a training."""
 
 
+@by_recipe
 def test_an_interrupted_training_ends_as_if_it_had_not_been(
-    reader: ShardReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: ShardReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: TrainSettings
 ) -> None:
-    whole, whole_curves = trained(reader)
+    whole, whole_curves = trained(reader, recipe)
     checkpoint = tmp_path / "training.safetensors"
     read, calls = ShardReader.read, 0
 
@@ -130,9 +135,9 @@ def test_an_interrupted_training_ends_as_if_it_had_not_been(
     with monkeypatch.context() as patch:
         patch.setattr(ShardReader, "read", interrupted)
         with pytest.raises(Interrupted):
-            trained(reader, checkpoint=checkpoint)
+            trained(reader, recipe, checkpoint)
     assert checkpoint.exists()
-    resumed, curves = trained(reader, checkpoint=checkpoint)
+    resumed, curves = trained(reader, recipe, checkpoint)
     assert curves == whole_curves
     assert all(torch.equal(value, whole.state_dict()[name]) for name, value in resumed.state_dict().items())
 
@@ -152,7 +157,7 @@ def test_fewer_tokens_than_a_batch_are_refused(reader: ShardReader) -> None:
         trained(reader, TrainSettings(steps=10, batch_tokens=5000))
 
 
-@pytest.mark.parametrize("field", ["steps", "batch_tokens", "learning_rate"])
+@pytest.mark.parametrize("field", ["steps", "batch_tokens", "learning_rate", "target_power"])
 def test_settings_that_cannot_work_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field.replace("_", "-")):
         TrainSettings(**{field: 0})
