@@ -19,7 +19,7 @@ _DECIDING_FOLDERS = ("distill", "gates")
 
 
 def demo_gates(progress: Progress, cache_dir: Path | None = None) -> Path:
-    """File of the demo model's gates, made on first use (about half an hour on two idle cores)."""
+    """File of the demo model's gates, made on first use (about twenty minutes on two idle cores)."""
     cache_dir = cache_dir or default_cache_dir()
     settings = Distillation(demo_model_dir(cache_dir))
     training = TrainSettings()

@@ -51,7 +51,7 @@ class TrainSettings:
     alike; those below 1 spread the small ones.
     """
 
-    steps: int = 2000
+    steps: int = 1000
     batch_tokens: int = 1000
     optimizer: Optimizer = Optimizer.ADAM
     learning_rate: float | None = None
