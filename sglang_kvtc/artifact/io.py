@@ -8,17 +8,16 @@ the tensors.
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from sglang_kvtc.artifact.container import check_metadata, content_digest, replace_file
 from sglang_kvtc.artifact.schema import SCHEMA_VERSION, Artifact, ModelFingerprint, Plan, RopeSpec, SideBasis
 from sglang_kvtc.artifact.validation import TENSOR_DTYPES, check_artifact
 from sglang_kvtc.errors import ArtifactError
@@ -56,15 +55,7 @@ def save_artifact(artifact: Artifact, path: str | Path) -> Artifact:
     target = Path(path)
     if target.suffix != ".safetensors":
         target = target / FILE_NAME
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, unfinished, metadata)
-        os.replace(unfinished, target)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"cannot write the artifact {target}: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    replace_file(target, lambda unfinished: save_file(tensors, unfinished, metadata), "artifact")
     return dataclasses.replace(artifact, digest=digest)
 
 
@@ -82,8 +73,10 @@ def load_artifact(path: str | Path) -> Artifact:
     try:
         with safe_open(file, framework="numpy") as opened:
             metadata: dict[str, str] = opened.metadata() or {}
-            _check_version(metadata, file)
-            tensors = {name: _read_tensor(opened, name, file) for name in sorted(opened.keys())}
+            check_metadata(metadata, "description", SCHEMA_VERSION, "calibration artifact", "calibrate again")
+            tensors = {name: _read_tensor(opened, name) for name in sorted(opened.keys())}
+    except ArtifactError as error:
+        raise ArtifactError(f"{file}: {error}") from error
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{file} is not a readable safetensors file: {error}") from error
 
@@ -153,33 +146,17 @@ def _tensors(artifact: Artifact) -> dict[str, npt.NDArray[Any]]:
 
 
 def _content_digest(description: str, tensors: dict[str, npt.NDArray[Any]]) -> bytes:
-    """XXH3-128 over the JSON text and, in order of their names, each tensor's name, dtype, shape and bytes."""
-    digest = xxhash.xxh3_128()
-    digest.update(f"{SCHEMA_VERSION}\n{description}\n".encode())
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype.str} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.data)
-    return digest.digest()
+    parts = ((name, tensor.dtype.str, tensor.shape, tensor.data) for name, tensor in tensors.items())
+    return content_digest(SCHEMA_VERSION, description, parts)
 
 
-def _check_version(metadata: dict[str, str], file: Path) -> None:
-    missing = {"schema_version", "description", "digest"} - metadata.keys()
-    if missing:
-        raise ArtifactError(f"{file} is no calibration artifact: its metadata lack {', '.join(sorted(missing))}")
-    if metadata["schema_version"] != str(SCHEMA_VERSION):
-        raise ArtifactError(
-            f"{file} has schema version {metadata['schema_version']}, this version reads {SCHEMA_VERSION}: "
-            "calibrate again or install the version that wrote it"
-        )
-
-
-def _read_tensor(opened: Any, name: str, file: Path) -> npt.NDArray[Any]:
+def _read_tensor(opened: Any, name: str) -> npt.NDArray[Any]:
     side, _, field = name.partition(".")
     if side not in ("k", "v") or field not in TENSOR_DTYPES:
-        raise ArtifactError(f"{file}: unknown tensor {name}")
+        raise ArtifactError(f"unknown tensor {name}")
     found, expected = opened.get_slice(name).get_dtype(), _SAFETENSORS_DTYPES[TENSOR_DTYPES[field]]
     if found != expected:
-        raise ArtifactError(f"{file}: {name} is {found}, expected {expected}")
+        raise ArtifactError(f"{name} is {found}, expected {expected}")
     tensor: npt.NDArray[Any] = opened.get_tensor(name)
     return tensor
 

@@ -9,17 +9,16 @@ All else is one JSON text in the file's metadata; `digest` is XXH3-128 over that
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sglang_kvtc.artifact.container import check_metadata, content_digest, replace_file
 from sglang_kvtc.artifact.schema import ModelFingerprint
 from sglang_kvtc.errors import ArtifactError, ConfigError
 from sglang_kvtc.gates.model import GATES, GateConfig, Gates, GateShape
@@ -61,15 +60,7 @@ def save_gates(path: str | Path, gates: Gates, fingerprint: ModelFingerprint, pr
     tensors = {name: _stored(name, parameter) for name, parameter in sorted(gates.named_parameters())}
     digest = _content_digest(text, tensors)
     metadata = {"schema_version": str(SCHEMA_VERSION), "gates": text, "digest": digest.hex()}
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, unfinished, metadata)
-        os.replace(unfinished, target)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"cannot write the gates {target}: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    replace_file(target, lambda unfinished: save_file(tensors, unfinished, metadata), "gates")
     return GateFile(_gates(gates.config, tensors), fingerprint, provenance, digest)
 
 
@@ -85,10 +76,12 @@ def load_gates(path: str | Path) -> GateFile:
     try:
         with safe_open(file, framework="pt") as opened:
             metadata: dict[str, str] = opened.metadata() or {}
-            _check_version(metadata, file)
-            description = _parse(metadata["gates"], file)
-            _check_tensors(opened, description.config, file)
+            check_metadata(metadata, "gates", SCHEMA_VERSION, "gates", "train or import the gates again")
+            description = _parse(metadata["gates"])
+            _check_tensors(opened, description.config)
             tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+    except ArtifactError as error:
+        raise ArtifactError(f"{file}: {error}") from error
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{file} is not a readable safetensors file: {error}") from error
     digest = _content_digest(metadata["gates"], tensors)
@@ -128,16 +121,15 @@ def _describe(description: _Description) -> str:
     except TypeError as error:
         raise ArtifactError(f"the gates cannot be described as JSON: {error}") from error
     # Python does not hold the fields to their types; the reader does.
-    _parse(text, None)
+    _parse(text)
     return text
 
 
-def _parse(text: str, file: Path | None) -> _Description:
-    prefix = "" if file is None else f"{file}: "
+def _parse(text: str) -> _Description:
     try:
         return msgspec.json.decode(text, type=_Description)
     except (msgspec.MsgspecError, ConfigError) as error:
-        raise ArtifactError(f"{prefix}the description of the gates is wrong: {error}") from error
+        raise ArtifactError(f"the description of the gates is wrong: {error}") from error
 
 
 def _stored(name: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -162,38 +154,25 @@ def _gates(config: GateConfig, tensors: dict[str, torch.Tensor]) -> Gates:
 
 
 def _content_digest(text: str, tensors: dict[str, torch.Tensor]) -> bytes:
-    """XXH3-128 over the JSON text and, in order of their names, each tensor's name, dtype, shape and bytes."""
-    digest = xxhash.xxh3_128()
-    digest.update(f"{SCHEMA_VERSION}\n{text}\n".encode())
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
+    parts = (
+        (name, str(tensor.dtype), tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for name, tensor in tensors.items()
+    )
+    return content_digest(SCHEMA_VERSION, text, parts)
 
 
-def _check_version(metadata: dict[str, str], file: Path) -> None:
-    missing = {"schema_version", "gates", "digest"} - metadata.keys()
-    if missing:
-        raise ArtifactError(f"{file} holds no gates: its metadata lack {', '.join(sorted(missing))}")
-    if metadata["schema_version"] != str(SCHEMA_VERSION):
-        raise ArtifactError(
-            f"{file} has schema version {metadata['schema_version']}, this version reads {SCHEMA_VERSION}: "
-            "train or import the gates again or install the version that wrote them"
-        )
-
-
-def _check_tensors(opened: Any, config: GateConfig, file: Path) -> None:
+def _check_tensors(opened: Any, config: GateConfig) -> None:
     """Names, dtypes and shapes, before anything is read or allocated."""
     shapes = GATES[config.kind].parameter_shapes(config)
     found = set(opened.keys())
     if found != shapes.keys():
         missing, unknown = sorted(shapes.keys() - found), sorted(found - shapes.keys())
-        raise ArtifactError(f"{file}: missing tensors {missing or 'none'}, unknown tensors {unknown or 'none'}")
+        raise ArtifactError(f"missing tensors {missing or 'none'}, unknown tensors {unknown or 'none'}")
     for name, shape in shapes.items():
         stored = opened.get_slice(name)
         dtypes = _PROJECTION_DTYPES if name.endswith(PROJECTION_SUFFIX) else ("F32",)
         if stored.get_dtype() not in dtypes:
-            raise ArtifactError(f"{file}: {name} is {stored.get_dtype()}, expected {' or '.join(dtypes)}")
+            raise ArtifactError(f"{name} is {stored.get_dtype()}, expected {' or '.join(dtypes)}")
         expected = [config.num_layers, *shape]
         if list(stored.get_shape()) != expected:
-            raise ArtifactError(f"{file}: {name} has shape {list(stored.get_shape())}, expected {expected}")
+            raise ArtifactError(f"{name} has shape {list(stored.get_shape())}, expected {expected}")
