@@ -53,6 +53,6 @@ def check_metadata(metadata: dict[str, str], text_key: str, schema_version: int,
         raise ArtifactError(f"it holds no {what}: its metadata lack {', '.join(sorted(missing))}")
     if metadata[VERSION_KEY] != str(schema_version):
         raise ArtifactError(
-            f"it has schema version {metadata[VERSION_KEY]}, this version reads {schema_version}: {again} or install the "
-            "version that wrote it"
+            f"it has schema version {metadata[VERSION_KEY]}, this version reads {schema_version}: {again} or install "
+            "the version that wrote it"
         )
