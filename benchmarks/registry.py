@@ -14,7 +14,17 @@ import argparse
 import importlib
 from typing import Protocol, cast
 
-ROUTINES = ("allocate", "codec", "gates", "gate-ablations", "gate-parity", "gate-score", "quality", "restore")
+ROUTINES = (
+    "allocate",
+    "codec",
+    "gates",
+    "gate-ablations",
+    "gate-parity",
+    "gate-score",
+    "paged-attention",
+    "quality",
+    "restore",
+)
 
 
 class Routine(Protocol):

@@ -37,5 +37,9 @@ class GeometryMismatch(BitstreamError):
     """The frame belongs to another model geometry, artifact, plan or position."""
 
 
+class CellPoolError(KVTCError):
+    """Slots were given to a cell pool that it cannot apply them to; nothing was changed."""
+
+
 class RestoreError(KVTCError):
     """A restore failed after its frames were verified (out of memory, or a bug of ours)."""
