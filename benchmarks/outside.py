@@ -18,6 +18,7 @@ import torch
 from sglang_kvtc.benchmarks.eviction import Respond
 from sglang_kvtc.calibrate.attention_hook import attention_modules
 from sglang_kvtc.errors import ConfigError, UnsupportedError
+from sglang_kvtc.gates.checkpoint import RELEASED_NAMES
 from sglang_kvtc.gates.model import BiasForm, GateInput, Gates, SinkAttentionGates
 
 INSTALL = "pip install --no-deps kvpress==0.5.5 'cachetools<6' 'fire<0.7' termcolor"
@@ -133,7 +134,7 @@ def _ratio(keep: float) -> float:
 
 
 def _their_gates(gates: Gates, gate_class: Any) -> list[torch.nn.Module]:
-    """Our gates as kvpress's modules, one per layer."""
+    """Our gates as kvpress's modules. Raises UnsupportedError for gates that its presses cannot use."""
     config = gates.config
     if (
         not isinstance(gates, SinkAttentionGates)
@@ -145,6 +146,13 @@ def _their_gates(gates: Gates, gate_class: Any) -> list[torch.nn.Module]:
             f"--kvpress: its gates are sink attention in the released form on hidden states, these are {config.kind} "
             f"({config.bias_form}, {config.num_sinks} sinks) on {config.input}"
         )
+    return published_gates(gates, gate_class)
+
+
+def published_gates(gates: Gates, gate_class: Any) -> list[torch.nn.Module]:
+    """Sink-attention gates in the released form as modules of the published gate class, one per layer."""
+    config = gates.config
+    parameters = dict(gates.named_parameters())
     modules = []
     for layer in range(config.num_layers):
         module: torch.nn.Module = gate_class(
@@ -156,16 +164,8 @@ def _their_gates(gates: Gates, gate_class: Any) -> list[torch.nn.Module]:
             config.gate_dim,
             config.num_sinks,
         )
-        module.load_state_dict(
-            {
-                "q_proj.weight": gates.q_weight[layer],
-                "q_proj.bias": gates.q_bias[layer],
-                "k_proj.weight": gates.k_weight[layer],
-                "q_norm.weight": gates.q_norm[layer],
-                "k_norm.weight": gates.k_norm[layer],
-                "k_base": gates.sinks[layer][:, None],
-                "b": gates.bias[layer][:, None],
-            }
-        )
+        weights = {name: parameters[ours].detach()[layer] for name, ours in RELEASED_NAMES.items()}
+        weights |= {name: weights[name].unsqueeze(1) for name in ("k_base", "b")}
+        module.load_state_dict(weights)
         modules.append(module.requires_grad_(False))
     return modules

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from sglang_kvtc import __version__
+from sglang_kvtc.benchmarks.outside import published_gates
 from sglang_kvtc.errors import KVTCError, UnsupportedError
-from sglang_kvtc.gates.checkpoint import RELEASED_NAMES
 from sglang_kvtc.gates.model import GateConfig, GateInput, GateKind, Gates, new_gates
 from sglang_kvtc.gates.score import GateScorer
 
@@ -107,22 +107,6 @@ def _varied(config: GateConfig, generator: torch.Generator) -> Gates:
 
 
 def _published_scores(gate_class: Any, gates: Gates, states: torch.Tensor) -> torch.Tensor:
-    config = gates.config
-    parameters = dict(gates.named_parameters())
-    scores: list[torch.Tensor] = []
-    for layer, inputs in enumerate(states):
-        gate = gate_class(
-            layer,
-            config.input_features,
-            config.num_kv_heads,
-            config.group_size,
-            torch.float32,
-            config.gate_dim,
-            config.num_sinks,
-        )
-        weights = {name: parameters[ours].detach()[layer] for name, ours in RELEASED_NAMES.items()}
-        weights |= {name: weights[name].unsqueeze(1) for name in ("k_base", "b")}
-        gate.load_state_dict(weights)
-        # [1, num_kv_heads, num_tokens]
-        scores.append(gate(inputs[None])[0].T)
-    return torch.stack(scores)
+    modules = published_gates(gates, gate_class)
+    # Each gives [1, num_kv_heads, num_tokens].
+    return torch.stack([module(inputs[None])[0].T for module, inputs in zip(modules, states, strict=True)])

@@ -6,8 +6,8 @@ f32[num_tokens, num_layers, num_kv_heads]: token first, so that one token of all
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sglang_kvtc.artifact.container import replace_file
 from sglang_kvtc.artifact.schema import RopeSpec
 from sglang_kvtc.calibrate.attention_hook import attention_inputs
 from sglang_kvtc.calibrate.corpus import TokenSequence
@@ -78,9 +79,7 @@ def write_shards(
     with progress.stage("teacher", sum(len(sequence.token_ids) for _, sequence in missing), "tokens") as advance:
         for path, sequence in missing:
             tensors = _observe(model, tokenizer, sequence.token_ids, content, rope)
-            unfinished = path.with_suffix(".tmp")
-            save_file(tensors, unfinished)
-            os.replace(unfinished, path)
+            replace_file(path, functools.partial(save_file, tensors), "activations")
             advance(len(sequence.token_ids))
     return paths
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import json
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sglang_kvtc.artifact.container import replace_file
 from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.distill.shards import ShardReader
 from sglang_kvtc.errors import ConfigError
@@ -205,9 +205,8 @@ def _save(
         # Parameters without elements (no sinks) have no gradient and no state.
         for key, value in optimizer.state[parameter].items():
             tensors[f"state.{key}.{name}"] = value.cpu().contiguous()
-    unfinished = path.with_suffix(".tmp")
-    save_file(tensors, unfinished, {"settings": _key(gates, settings), "curves": json.dumps(asdict(curves))})
-    os.replace(unfinished, path)
+    metadata = {"settings": _key(gates, settings), "curves": json.dumps(asdict(curves))}
+    replace_file(path, lambda unfinished: save_file(tensors, unfinished, metadata), "checkpoint")
 
 
 def _resume(

@@ -110,9 +110,8 @@ def _check_archive(file: Path) -> None:
 def _unpickle(file: Path) -> Any:
     try:
         with safe_globals([(_Ignored, name) for name in _IGNORED_GLOBALS]):
-            return torch.load(  # noqa: TID251 - the one format in which these gates are published
-                file, map_location="cpu", weights_only=True, mmap=False
-            )
+            # The one format in which these gates are published.
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=False)  # noqa: TID251
     except Exception as error:
         # A hand-made pickle can make the unpickler and what it calls fail in any way.
         asked = re.search(r"GLOBAL (\S+)", str(error))
