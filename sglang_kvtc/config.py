@@ -1,14 +1,14 @@
 """Frozen configuration, read once at the edge from flags or one TOML file and passed down explicitly.
 
 Every key has a default, so an empty file is a valid configuration. Unknown keys and wrong types are refused with the
-key's name. The TOML layout is one table per struct: `[codec]` and `[tier]`.
+key's name. The TOML layout is one table per struct: `[codec]`, `[tier]` and `[eviction]`.
 """
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -69,12 +69,30 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     codec_threads: NonNegativeInt = 0
 
 
+class EvictionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Gated eviction inside live requests. It is on when `gates` names a file.
+
+    gates: written by `sglang-kvtc train-gates` or `import-gates` for the served checkpoint.
+    budget: how many KV pairs stay: the fields of `eviction.budget.Budget`, `[eviction.budget]` in TOML.
+    decode_interval: tokens a request generates between two evictions, which is also how many hidden states are kept
+        per running request.
+    slots_per_token: token slots per token of memory, since evicted requests have more tokens than fit whole; 0 follows
+        from the budget. Each costs a table entry and a score per KV pair.
+    """
+
+    gates: str = ""
+    budget: dict[str, Any] = msgspec.field(default_factory=lambda: {"keep_fraction": 0.5})
+    decode_interval: PositiveInt = 128
+    slots_per_token: NonNegativeInt = 0
+
+
 class KVTCConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the server needs. `artifact` is the directory or file written by `sglang-kvtc calibrate`."""
 
     artifact: str = ""
     codec: CodecConfig = CodecConfig()
     tier: TierConfig = TierConfig()
+    eviction: EvictionConfig = EvictionConfig()
 
 
 def from_toml(path: str | Path) -> KVTCConfig:

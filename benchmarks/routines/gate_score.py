@@ -1,13 +1,16 @@
 """Time of scoring tokens with gates, next to the forward pass that makes those tokens, on the same threads.
 
 Hidden states are those that enter the model's attention for a held-out text. Forward pass and scoring take turns;
-times are medians. The forward pass is that of the layers, without logits. The gates have the model's geometry and
-random weights, since values do not change the time.
+times are medians. Inside the forward pass means as the server does it: each layer's states are scored when they enter
+its attention, and only that is timed. The forward pass is that of the layers, without logits. The gates have the
+model's geometry and random weights, since values do not change the time. Every backend that scores on the CPU is timed;
+the scorer takes the first of them by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -21,13 +24,16 @@ from sglang_kvtc.calibrate.attention_hook import attention_inputs
 from sglang_kvtc.calibrate.causal_lm import DTYPES, load_model, load_tokenizer, model_geometry
 from sglang_kvtc.calibrate.corpus import BUILTIN, read_documents, split_documents, tokenize
 from sglang_kvtc.calibrate.demo_model import default_cache_dir, demo_model_dir
+from sglang_kvtc.distill.distillation import Distillation
 from sglang_kvtc.errors import ConfigError, KVTCError
 from sglang_kvtc.gates.model import GateConfig, GateInput, GateKind, Gates, new_gates
-from sglang_kvtc.gates.score import GateScorer
+from sglang_kvtc.gates.score import BACKENDS, GateScorer
 
 HELP = "time of scoring a chunk and of scoring buffered states, next to the model's forward pass"
 
 WARM_UP = 2
+INSIDE = "chunk, inside the forward pass"
+_TRAINED = Distillation(model_dir=Path())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of model and projections")
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="of the forward pass (default %(default)s)")
     parser.add_argument("--buffered-tokens", type=int, default=128, help="scored at once while decoding")
+    parser.add_argument("--gate-dim", type=int, default=_TRAINED.gate_dim, help="width (default %(default)s)")
+    parser.add_argument("--sinks", type=int, default=_TRAINED.num_sinks, help="of the gates (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="passes after the warm-up (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the gates (default %(default)s)")
@@ -58,48 +66,83 @@ def _measure(args: argparse.Namespace) -> list[dict[str, object]]:
     model = load_model(model_dir, args.dtype)
     token_ids = torch.tensor([_text(load_tokenizer(model_dir), args.chunk_tokens)])
     states = _hidden_states(model, token_ids)
-    gates = new_gates(_config(model), args.seed)
-    scorer = GateScorer(gates, DTYPES[args.dtype])
+    gates = new_gates(_config(model, args), args.seed)
     out = torch.empty(*states.shape[:2], gates.config.num_kv_heads)
     buffered = states[:, : args.buffered_tokens].contiguous()
 
     def forward() -> object:
         return model.base_model(input_ids=token_ids, use_cache=True)
 
-    def by_layer() -> None:
+    def by_layer(scorer: GateScorer) -> None:
         for layer, inputs in enumerate(states):
             scorer.score(layer, inputs, out=out[layer])
 
-    cases: dict[str, tuple[int, Callable[[], object]]] = {
+    def all_layers(scorer: GateScorer) -> None:
+        scorer.score_layers(states, out=out)
+
+    def all_buffered(scorer: GateScorer) -> None:
+        scorer.score_layers(buffered)
+
+    cases: dict[str, tuple[int, Callable[[GateScorer], None]]] = {
         "chunk, layer by layer": (states.shape[1], by_layer),
-        "chunk, all layers": (states.shape[1], lambda: scorer.score_layers(states, out=out)),
-        "buffered, all layers": (buffered.shape[1], lambda: scorer.score_layers(buffered)),
+        "chunk, all layers": (states.shape[1], all_layers),
+        "buffered, all layers": (buffered.shape[1], all_buffered),
     }
-    difference = _largest_difference(gates, scorer, states)
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    turns: dict[str, Callable[[], object]] = {"forward": forward, **{name: case for name, (_, case) in cases.items()}}
+    scorers = [GateScorer(gates, DTYPES[args.dtype], backend) for backend in BACKENDS]
+    differences = {scorer.backend: _largest_difference(gates, scorer, states) for scorer in scorers}
+    times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    forward_times: list[float] = []
     for repeat in range(WARM_UP + args.repeats):
-        for name, function in turns.items():
-            start = time.perf_counter()
-            function()
-            if repeat >= WARM_UP:
-                times[name].append(time.perf_counter() - start)
-    forward_s = statistics.median(times["forward"])
+        measured: dict[tuple[str, str], float] = {}
+        forward_s = _seconds(forward)
+        for scorer in scorers:
+            # As while serving: states are scored before attention, when they are in the caches.
+            measured[scorer.backend, INSIDE] = _scoring_inside(model, scorer, forward, out)
+            for name, (_, case) in cases.items():
+                measured[scorer.backend, name] = _seconds(functools.partial(case, scorer))
+        if repeat >= WARM_UP:
+            forward_times.append(forward_s)
+            for turn, seconds in measured.items():
+                times[turn].append(seconds)
+    cases[INSIDE] = (states.shape[1], by_layer)
+    forward_s = statistics.median(forward_times)
     return [
         {
             "case": name,
-            "tokens": num_tokens,
+            "backend": backend,
+            "tokens": cases[name][0],
             "layers": gates.config.num_layers,
+            "gate_dim": gates.config.gate_dim,
+            "sinks": gates.config.num_sinks,
             "dtype": args.dtype,
-            "score_ms": 1e3 * statistics.median(times[name]),
-            "score_min_ms": 1e3 * min(times[name]),
+            "score_ms": 1e3 * statistics.median(seconds),
+            "score_min_ms": 1e3 * min(seconds),
             "forward_ms": 1e3 * forward_s,
-            "forward_min_ms": 1e3 * min(times["forward"]),
-            "over_forward": statistics.median(times[name]) / forward_s,
-            "max_difference": difference,
+            "forward_min_ms": 1e3 * min(forward_times),
+            "over_forward": statistics.median(seconds) / forward_s,
+            "max_difference": differences[backend],
         }
-        for name, (num_tokens, _) in cases.items()
+        for (backend, name), seconds in times.items()
     ]
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _scoring_inside(model: Any, scorer: GateScorer, forward: Callable[[], object], out: torch.Tensor) -> float:
+    """Seconds of a forward pass that go into scoring each layer's states as they enter attention."""
+    seconds = 0.0
+
+    def receive(layer: int, states: torch.Tensor) -> None:
+        nonlocal seconds
+        seconds += _seconds(lambda: scorer.score(layer, states, out=out[layer]))
+
+    with attention_inputs(model, receive):
+        forward()
+    return seconds
 
 
 def _text(tokenizer: Any, num_tokens: int) -> list[int]:
@@ -119,7 +162,7 @@ def _hidden_states(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([states[layer] for layer in range(len(states))])
 
 
-def _config(model: Any) -> GateConfig:
+def _config(model: Any, args: argparse.Namespace) -> GateConfig:
     config = model.config.get_text_config(decoder=True)
     geometry = model_geometry(config)
     return GateConfig(
@@ -129,6 +172,8 @@ def _config(model: Any) -> GateConfig:
         input_features=config.hidden_size,
         num_kv_heads=geometry.num_kv_heads,
         group_size=config.num_attention_heads // geometry.num_kv_heads,
+        gate_dim=args.gate_dim,
+        num_sinks=args.sinks,
     )
 
 

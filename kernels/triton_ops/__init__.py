@@ -1,1 +1,1 @@
-"""Triton kernels. Every file has the name of its oracle in `sglang_kvtc.codec`."""
+"""Triton kernels. Every file with operations has the name of its oracle, which lies in a lower layer."""

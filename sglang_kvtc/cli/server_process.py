@@ -141,8 +141,11 @@ class ServerProcess:
         max_new_tokens: int = 16,
         extra_key: str | None = None,
         rid: str | None = None,
+        custom_params: Mapping[str, object] | None = None,
     ) -> Generation:
         """Greedy generation from token ids, streamed so that the first token can be timed.
+
+        custom_params: SGLang's parameters of that name, such as `{"kvtc_gated": False}`.
 
         Raises ServerError if the server answers with an error.
         """
@@ -156,6 +159,8 @@ class ServerProcess:
             body["extra_key"] = extra_key
         if rid is not None:
             body["rid"] = rid
+        if custom_params is not None:
+            body["sampling_params"]["custom_params"] = dict(custom_params)
         started = time.perf_counter()
         first_token_s = 0.0
         last: dict[str, Any] = {}
@@ -227,6 +232,14 @@ class ServerProcess:
         if "kvtc" not in state:
             raise ServerError("the server runs without the compressed tier")
         stats: dict[str, float] = state["kvtc"]
+        return stats
+
+    def eviction_stats(self) -> dict[str, float]:
+        """Raises ServerError if the server runs without gates."""
+        state = self.scheduler_state()
+        if "kvtc_eviction" not in state:
+            raise ServerError("the server runs without gated eviction")
+        stats: dict[str, float] = state["kvtc_eviction"]
         return stats
 
     def wait_encoded(self, timeout_s: float = 120.0) -> dict[str, float]:

@@ -52,8 +52,8 @@ class Distillation:
     kind: GateKind = GateKind.SINK_ATTENTION
     source: GateInput = GateInput.HIDDEN
     target: Target = Target.RECONSTRUCTION
-    gate_dim: int = 16
-    num_sinks: int = 16
+    gate_dim: int = 8
+    num_sinks: int = 4
     bias_form: BiasForm = BiasForm.RELEASED
 
     def __post_init__(self) -> None:

@@ -92,17 +92,27 @@ class CellPool:
         self.device = torch.device(device)
         self.validate = validate
         self._search_cells = search_cells
-        self.table = torch.full((num_layers, num_slots, num_kv_heads), -1, dtype=torch.int32, device=self.device)
-        padding = torch.arange(self.cells_per_token, dtype=torch.int32, device=self.device)
-        self.table[:, 0] = padding.view(num_layers, num_kv_heads)
-        self._is_owned = torch.zeros(num_slots, dtype=torch.bool, device=self.device)
+        self.table = torch.empty((num_layers, num_slots, num_kv_heads), dtype=torch.int32, device=self.device)
+        self._is_owned = torch.empty(num_slots, dtype=torch.bool, device=self.device)
         self._scratch = torch.empty(num_slots, dtype=torch.int64, device=self.device)
-        self._ring = torch.arange(self.cells_per_token, num_cells, dtype=torch.int32, device=self.device)
-        self._front, self._free, self._used = 0, len(self._ring), 0
-        self._is_scattered = False
+        self._ring = torch.empty(num_cells - self.cells_per_token, dtype=torch.int32, device=self.device)
         self._pending: deque[_Pending] = deque()
-        self._pending_cells = 0
         self._launched = self._done = -1
+        self._front = self._free = self._used = self._pending_cells = 0
+        self._is_scattered = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all slots. No step may be under way that reads cells."""
+        self.table.fill_(-1)
+        padding = torch.arange(self.cells_per_token, dtype=torch.int32, device=self.device)
+        self.table[:, 0] = padding.view(self.num_layers, self.num_kv_heads)
+        self._is_owned.zero_()
+        self._pending.clear()
+        self._pending_cells = 0
+        self._done = self._launched
+        self._used, self._free = 0, len(self._ring)
+        self._reset_ring()
 
     @property
     def free_cells(self) -> int:

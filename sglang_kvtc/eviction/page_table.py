@@ -169,6 +169,20 @@ class PageTables:
         rows = self._rows(requests, known=True)
         self._tokens[rows] = -1
 
+    def discard(self, request: int) -> None:
+        """Forget a request, if it is known. Raises CellPoolError for a number that is no row."""
+        self._tokens[self._rows([request], known=False)] = -1
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._tokens.fill_(-1)
+        self._end = 0
+
+    def is_known(self, requests: Sequence[int]) -> list[bool]:
+        """Whether each request has lists. Raises CellPoolError for a number that is no row."""
+        known: list[bool] = (self._tokens[self._rows(requests, known=False)] >= 0).tolist()
+        return known
+
     def num_tokens(self, request: int) -> int:
         """Tokens of a request, evicted ones included: the position that its next token has."""
         return int(self._tokens[self._rows([request], known=True)])

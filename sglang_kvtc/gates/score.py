@@ -2,47 +2,75 @@
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 import torch
 
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.gates.model import RMS_EPSILON, BiasForm, Gates, SinkAttentionGates
 
+if TYPE_CHECKING:
+    from sglang_kvtc.gates.fused import FusedSinkAttention
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BACKENDS = ("numba", "torch")
+"""numba: fused.py, for sink attention on the CPU. torch: every kind on every device, and the oracle of the other."""
 BLOCK_TOKENS = 2048
 """Tokens, summed over layers, that are scored at once: what they need stays in the caches of the cores."""
 _LARGEST_EXPONENT = 60.0
 """Of exponentials summed without subtracting their maximum: fp32 has room for 1,024 sinks either way."""
 
+_logger = logging.getLogger(__name__)
+
 
 class GateScorer:
     """Scores of tokens by trained gates, for inference. Nothing changes after construction, so threads may share one.
 
-    No operation depends on positions, and none on values: shapes follow from those of the inputs, so that a call can be
-    captured in a CUDA graph. Inputs and scores lie on the device of the gates.
+    No operation depends on positions, and with torch none on values: shapes follow from those of the inputs, so that a
+    call can be captured in a CUDA graph. Inputs and scores lie on the device of the gates. `backend`, one of BACKENDS,
+    is chosen at construction and does not change.
     """
 
-    def __init__(self, gates: Gates, dtype: torch.dtype) -> None:
+    def __init__(self, gates: Gates, dtype: torch.dtype, backend: str | None = None) -> None:
         """Copy the parameters of sink-attention gates; gates of other kinds are used as they are, in fp32.
 
         dtype: of the projections, where most of the time goes: the model's, where the device multiplies it in hardware.
-        Raises ConfigError for a dtype that is none of DTYPES.
+        backend: one of BACKENDS, or None for numba where it serves the gates and torch elsewhere. The first scorer of a
+        process with numba loads a compiled loop, or compiles it, which takes seconds.
+        Raises ConfigError for a dtype that is none of DTYPES, and for a backend that is none of BACKENDS or does not
+        serve the gates.
         """
         if dtype not in DTYPES:
             raise ConfigError(f"gates cannot be scored in {dtype}: expected one of {', '.join(map(str, DTYPES))}")
+        if backend is not None and backend not in BACKENDS:
+            raise ConfigError(f"gates cannot be scored by {backend!r}: expected one of {', '.join(BACKENDS)}")
+        if backend == "numba" and not isinstance(gates, SinkAttentionGates):
+            raise ConfigError(f"gates: numba scores sink attention, and these gates are {gates.config.kind}")
         self.config = gates.config
         self.dtype = dtype
+        self._fused: FusedSinkAttention | None = None
         with torch.no_grad():
-            self._block = _SinkAttention(gates, dtype) if isinstance(gates, SinkAttentionGates) else gates
+            if backend != "torch" and isinstance(gates, SinkAttentionGates):
+                self._fused = _new_fused(gates, dtype, is_required=backend == "numba")
+            if self._fused is None:
+                self._block = _SinkAttention(gates, dtype) if isinstance(gates, SinkAttentionGates) else gates
+        self.backend = "torch" if self._fused is None else "numba"
 
     def score(self, layer: int, inputs: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Score tokens of one layer.
 
         inputs: float[num_tokens, input_features], converted to the dtype of the projections. out: f32[num_tokens,
         num_kv_heads] of any strides, to be written and returned. Returns f32[num_tokens, num_kv_heads] in [0, 1]:
-        higher = keep.
+        higher = keep. Raises ConfigError for a layer without gates and for other shapes.
         """
-        scores = self._score(slice(layer, layer + 1), inputs[None])[0]
-        return scores if out is None else out.copy_(scores)
+        if not 0 <= layer < self.config.num_layers:
+            raise ConfigError(f"gates: there is no layer {layer}, expected 0 to {self.config.num_layers - 1}")
+        out = self._check(inputs, (), out)
+        if self._fused is not None:
+            self._fused.score(layer, inputs, out)
+            return out
+        return out.copy_(self._score(slice(layer, layer + 1), inputs[None])[0])
 
     def score_layers(self, inputs: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Score tokens of all layers.
@@ -50,19 +78,54 @@ class GateScorer:
         inputs: float[num_layers, num_tokens, input_features]; out and result: f32[num_layers, num_tokens,
         num_kv_heads], otherwise as in `score`.
         """
-        num_layers, num_tokens, _ = inputs.shape
-        if out is None:
-            out = inputs.new_empty((num_layers, num_tokens, self.config.num_kv_heads), dtype=torch.float32)
-        step = max(1, BLOCK_TOKENS // max(1, num_tokens))
+        num_layers = self.config.num_layers
+        out = self._check(inputs, (num_layers,), out)
+        if self._fused is not None:
+            for layer in range(num_layers):
+                self._fused.score(layer, inputs[layer], out[layer])
+            return out
+        step = max(1, BLOCK_TOKENS // max(1, inputs.shape[1]))
         for first in range(0, num_layers, step):
             layers = slice(first, first + step)
             out[layers] = self._score(layers, inputs[layers])
+        return out
+
+    def _check(self, inputs: torch.Tensor, leading: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+        """`out`, or a new one; ConfigError where it or the inputs are not what the compiled loop reads and writes."""
+        num_tokens = inputs.shape[-2] if inputs.ndim == len(leading) + 2 else 0
+        expected = (*leading, num_tokens, self.config.input_features)
+        if inputs.shape != expected:
+            raise ConfigError(f"gates: inputs are {_text(inputs)}, expected {[*leading, 'tokens', expected[-1]]}")
+        shape = (*leading, num_tokens, self.config.num_kv_heads)
+        if out is None:
+            return inputs.new_empty(shape, dtype=torch.float32)
+        if out.shape != shape or out.dtype != torch.float32:
+            raise ConfigError(f"gates: out is {_text(out)}, expected torch.float32 {list(shape)}")
         return out
 
     def _score(self, layers: slice, inputs: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             scores: torch.Tensor = self._block(inputs, layers)
         return scores
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _new_fused(gates: SinkAttentionGates, dtype: torch.dtype, is_required: bool) -> FusedSinkAttention | None:
+    """None where numba does not serve these gates and need not: ConfigError otherwise."""
+    if gates.q_weight.is_cpu or is_required:
+        # Here, since importing numba takes a second that gates on other devices need not spend.
+        from sglang_kvtc.gates.fused import FusedSinkAttention
+
+        try:
+            return FusedSinkAttention(gates, dtype)
+        except ConfigError as error:
+            if is_required:
+                raise
+            _logger.info("gates are scored by torch, several times more slowly: %s", error)
+    return None
 
 
 class _SinkAttention:

@@ -14,6 +14,8 @@ from sglang_kvtc.artifact.io import load_artifact
 from sglang_kvtc.artifact.schema import Artifact
 from sglang_kvtc.config import KVTCConfig
 from sglang_kvtc.errors import ArtifactError, ConfigError, UnsupportedError
+from sglang_kvtc.integration.eviction_options import budget_of, load_gates_for
+from sglang_kvtc.integration.flags import BACKEND
 from sglang_kvtc.types import ModelGeometry
 
 SUPPORTED_SGLANG = ("0.5.23",)
@@ -36,21 +38,43 @@ CACHE_INTERNALS = (
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
-_REFUSED_SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("disable_radix_cache", (False,), "there is no prefix cache to compress: drop --disable-radix-cache"),
-    ("speculative_algorithm", (None,), "draft KV would not be restored: drop --speculative-algorithm"),
+_Refusals = tuple[tuple[str, tuple[Any, ...], str], ...]
+"""(ServerArgs field, accepted values, why and what to do)."""
+
+_REFUSED_SETTINGS: _Refusals = (
+    ("speculative_algorithm", (None,), "draft KV would be left out: drop --speculative-algorithm"),
     ("disaggregation_mode", ("null", None), "PD disaggregation is not supported: drop --disaggregation-mode"),
-    ("tp_size", (1,), "tensor parallelism needs an artifact per shard, which this version lacks: use --tp-size 1"),
-    ("pp_size", (1,), "pipeline parallelism needs an artifact per stage, which this version lacks: use --pp-size 1"),
+    ("tp_size", (1,), "tensor parallelism needs a file per shard, which this version lacks: use --tp-size 1"),
+    ("pp_size", (1,), "pipeline parallelism needs a file per stage, which this version lacks: use --pp-size 1"),
     ("dp_size", (1,), "data parallelism is not tested: use --dp-size 1"),
     ("enable_lmcache", (False,), "another cache tier is on: drop --enable-lmcache"),
     ("enable_flexkv", (False,), "another cache tier is on: drop --enable-flexkv"),
     ("enable_unified_cache_external_linker", (False,), "another cache tier is on: drop the external linker"),
     ("hicache_storage_backend", (None,), "storage below the tier is not supported: drop --hicache-storage-backend"),
     ("enable_session_radix_cache", (False,), "session caching is not tested: drop --enable-session-radix-cache"),
-    ("enable_lora", (None, False), "LoRA adapters change K and V that the artifact was fitted on: drop --enable-lora"),
+    ("enable_lora", (None, False), "LoRA adapters change K and V that were fitted without them: drop --enable-lora"),
 )
-"""(ServerArgs field, accepted values, why and what to do)."""
+"""Of the tier and of gated eviction alike."""
+
+_REFUSED_BY_TIER: _Refusals = (
+    ("disable_radix_cache", (False,), "there is no prefix cache to compress: drop --disable-radix-cache"),
+)
+
+_TORCH_NATIVE = "cells are read by our backend of that name only: use --attention-backend torch_native"
+_REFUSED_BY_GATING: _Refusals = (
+    ("device", ("cpu",), "this version evicts on CPU servers only: use --device cpu"),
+    ("attention_backend", ("torch_native",), _TORCH_NATIVE),
+    ("prefill_attention_backend", (None, "torch_native"), _TORCH_NATIVE),
+    ("decode_attention_backend", (None, "torch_native"), _TORCH_NATIVE),
+    ("page_size", (None, 1), "heads keep different tokens, so pages hold one: use --page-size 1"),
+    ("enable_streaming_session", (False,), "sessions keep whole rows: drop --enable-streaming-session"),
+    ("enable_hisparse", (False,), "another sparse cache is on: drop --enable-hisparse"),
+    ("dllm_algorithm", (None,), "diffusion models rewrite their KV: drop --dllm-algorithm"),
+    ("prefill_only_disable_kv_cache", (False,), "there is no KV cache: drop --prefill-only-disable-kv-cache"),
+    ("enable_page_major_kv_layout", (False,), "cells have a layout of their own: drop --enable-page-major-kv-layout"),
+    ("enable_pdmux", (False,), "prefill and decode would share cells unordered: drop --enable-pdmux"),
+    ("dcp_size", (1,), "context parallelism is not supported: use --dcp-size 1"),
+)
 
 
 def check_engine_version() -> None:
@@ -70,9 +94,19 @@ def check_internals(cache_class: type) -> None:
         raise UnsupportedError(f"this SGLang lacks {', '.join(missing)} of {cache_class.__name__}: reinstall 0.5.23")
 
 
-def check_settings(server_args: Any) -> None:
-    """Raises UnsupportedError naming the first server setting the tier cannot serve."""
-    for name, accepted, advice in _REFUSED_SETTINGS:
+def check_settings(server_args: Any, config: KVTCConfig) -> None:
+    """Raises UnsupportedError naming the first server setting that what is switched on cannot serve."""
+    tier_is_on = server_args.radix_cache_backend == BACKEND
+    refusals = _REFUSED_SETTINGS
+    if tier_is_on:
+        refusals += _REFUSED_BY_TIER
+    if config.eviction.gates:
+        refusals += _REFUSED_BY_GATING
+        if server_args.enable_hierarchical_cache and not tier_is_on:
+            raise UnsupportedError(
+                "enable_hierarchical_cache=True: it copies KV by slot, which holds cells: use --enable-kvtc instead"
+            )
+    for name, accepted, advice in refusals:
         value = getattr(server_args, name)
         if value not in accepted:
             raise UnsupportedError(f"{name}={value!r}: {advice}")
@@ -92,10 +126,7 @@ def load_for_model(config: KVTCConfig, model_path: str) -> Artifact:
             f"`sglang-kvtc calibrate --model {model_path} --out artifact/`"
         )
     artifact = load_artifact(config.artifact)
-    model_dir = Path(model_path)
-    if not model_dir.is_dir():
-        raise UnsupportedError(f"--model-path {model_path} is not a local directory: download the checkpoint first")
-    found = fingerprint_model(model_dir)
+    found = fingerprint_model(checked_model_dir(model_path))
     if found.digest != artifact.fingerprint.digest:
         raise ArtifactError(
             f"{config.artifact} was made for {artifact.fingerprint.name} ({artifact.fingerprint.digest[:12]}), but "
@@ -107,8 +138,20 @@ def load_for_model(config: KVTCConfig, model_path: str) -> Artifact:
 def check_launch(server_args: Any, config: KVTCConfig) -> None:
     """Everything that can be known before weights load. Raises a KVTCError."""
     check_engine_version()
-    check_settings(server_args)
-    load_for_model(config, server_args.model_path)
+    check_settings(server_args, config)
+    if server_args.radix_cache_backend == BACKEND:
+        load_for_model(config, server_args.model_path)
+    if config.eviction.gates:
+        budget_of(config.eviction)
+        load_gates_for(config.eviction, checked_model_dir(server_args.model_path))
+
+
+def checked_model_dir(model_path: str) -> Path:
+    """Raises UnsupportedError unless the checkpoint lies in a local directory."""
+    model_dir = Path(model_path)
+    if not model_dir.is_dir():
+        raise UnsupportedError(f"--model-path {model_path} is not a local directory: download the checkpoint first")
+    return model_dir
 
 
 def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artifact) -> ModelGeometry:
@@ -121,7 +164,9 @@ def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artif
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    if model_config.attention_arch is not AttentionArch.MHA or type(kvcache) is not MHATokenToKVPool:
+    from sglang_kvtc.integration.cell_pool import CellKVPool
+
+    if model_config.attention_arch is not AttentionArch.MHA or type(kvcache) not in (MHATokenToKVPool, CellKVPool):
         raise UnsupportedError(
             f"{type(kvcache).__name__} with {model_config.attention_arch.name} attention: only models with plain "
             "multi-head or grouped-query attention have a KV cache that can be coded"
@@ -140,10 +185,12 @@ def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artif
         v_head_dim=kvcache.v_head_dim,
         dtype=_DTYPES[keys.dtype],
     )
-    expected_shapes = [(found.num_kv_heads, found.head_dim), (found.num_kv_heads, found.v_head_dim)]
+    of_heads = () if isinstance(kvcache, CellKVPool) else (found.num_kv_heads,)
+    expected_shapes = [(*of_heads, found.head_dim), (*of_heads, found.v_head_dim)]
     if [tuple(keys.shape[1:]), tuple(values.shape[1:])] != expected_shapes:
         raise UnsupportedError(
-            f"the KV pool is laid out as {tuple(keys.shape)} and {tuple(values.shape)}, not [slot, head, channel]"
+            f"the KV pool is laid out as {tuple(keys.shape)} and {tuple(values.shape)}, not [slot, head, channel] or "
+            "[cell, channel]"
         )
     if found != dataclasses.replace(artifact.geometry, dtype=found.dtype):
         raise ArtifactError(f"the artifact describes {artifact.geometry}, the server runs {found}: calibrate again")

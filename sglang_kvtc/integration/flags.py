@@ -31,6 +31,9 @@ ENGINE_SETTINGS: dict[str, Any] = {
 }
 """ServerArgs fields that the tier needs. `--enable-kvtc` sets them; for `sglang.Engine` they are arguments."""
 
+BUDGET_SIZES = ("keep_fraction", "keep_tokens", "keep_mass")
+"""Fields of a budget of which exactly one is set."""
+
 _CONFIG_ATTRIBUTE = "_kvtc_config"
 
 
@@ -51,7 +54,7 @@ class _EnableKVTC(argparse.Action):
 
 def add_flags(_result: object, parser: argparse.ArgumentParser) -> None:
     """AFTER hook on `ServerArgs.add_cli_args(parser)`."""
-    group = parser.add_argument_group("sglang-kvtc", "KV cache transform coding of stale prefixes")
+    group = parser.add_argument_group("sglang-kvtc", "compressed prefixes, and eviction inside running requests")
     group.add_argument(
         "--enable-kvtc",
         action=_EnableKVTC,
@@ -60,7 +63,13 @@ def add_flags(_result: object, parser: argparse.ArgumentParser) -> None:
         help="keep stale prefixes as compressed bitstreams and restore them on a hit",
     )
     group.add_argument("--kvtc-artifact", default=None, help="artifact written by `sglang-kvtc calibrate`")
-    group.add_argument("--kvtc-config", default=None, help="TOML file with [codec] and [tier] tables")
+    group.add_argument(
+        "--kvtc-gates", default=None, help="evict from running requests by these gates, of `sglang-kvtc train-gates`"
+    )
+    group.add_argument(
+        "--kvtc-keep", type=float, default=None, help="share of a request's KV pairs that stays (default 0.5)"
+    )
+    group.add_argument("--kvtc-config", default=None, help="TOML file with [codec], [tier] and [eviction] tables")
 
 
 def attach_config(server_args: Any, _cls: type, args: argparse.Namespace) -> None:
@@ -68,22 +77,45 @@ def attach_config(server_args: Any, _cls: type, args: argparse.Namespace) -> Non
 
     Ends the launch with one sentence (exit status 1) when something is wrong or unsupported.
     """
-    if not args.enable_kvtc:
-        if args.kvtc_artifact or args.kvtc_config:
-            raise SystemExit("sglang-kvtc: --kvtc-artifact and --kvtc-config need --enable-kvtc")
+    if not (args.enable_kvtc or args.kvtc_artifact or args.kvtc_gates or args.kvtc_keep or args.kvtc_config):
         return
     from sglang_kvtc.integration.compat import check_launch
 
     try:
-        if server_args.radix_cache_backend != BACKEND:
+        config = _configuration(args)
+        if args.enable_kvtc and server_args.radix_cache_backend != BACKEND:
             raise ConfigError(f"--enable-kvtc excludes --radix-cache-backend {server_args.radix_cache_backend}")
-        config = from_toml(args.kvtc_config) if args.kvtc_config else KVTCConfig()
-        if args.kvtc_artifact:
-            config = msgspec.structs.replace(config, artifact=args.kvtc_artifact)
+        if not args.enable_kvtc and args.kvtc_artifact:
+            raise ConfigError("--kvtc-artifact needs --enable-kvtc")
+        if not config.eviction.gates and args.kvtc_keep is not None:
+            raise ConfigError("--kvtc-keep needs --kvtc-gates")
+        if not (args.enable_kvtc or config.eviction.gates):
+            raise ConfigError("--kvtc-config alone turns nothing on: add --enable-kvtc, --kvtc-gates or both")
         check_launch(server_args, config)
     except KVTCError as error:
         raise SystemExit(f"sglang-kvtc: {error}") from error
     setattr(server_args, _CONFIG_ATTRIBUTE, msgspec.to_builtins(config))
+
+
+def _configuration(args: argparse.Namespace) -> KVTCConfig:
+    """File first, then the flags that stand for single keys of it."""
+    config = from_toml(args.kvtc_config) if args.kvtc_config else KVTCConfig()
+    if args.kvtc_artifact:
+        config = msgspec.structs.replace(config, artifact=args.kvtc_artifact)
+    eviction = config.eviction
+    if args.kvtc_gates:
+        eviction = msgspec.structs.replace(eviction, gates=args.kvtc_gates)
+    if args.kvtc_keep is not None:
+        others = {name: value for name, value in eviction.budget.items() if name not in BUDGET_SIZES}
+        eviction = msgspec.structs.replace(eviction, budget={**others, "keep_fraction": args.kvtc_keep})
+    return msgspec.structs.replace(config, eviction=eviction)
+
+
+def gating_is_on(server_args: Any) -> bool:
+    """Whether this server evicts from running requests. False also where no configuration arrived."""
+    if getattr(server_args, _CONFIG_ATTRIBUTE, None) is None and not os.environ.get(CONFIG_ENV):
+        return False
+    return bool(config_of(server_args).eviction.gates)
 
 
 def config_of(server_args: Any) -> KVTCConfig:

@@ -1,4 +1,4 @@
-"""EnginePort over SGLang's MHATokenToKVPool (one K and one V buffer per layer, [slot, head, channel])."""
+"""EnginePort over SGLang's MHATokenToKVPool (K and V buffers per layer, [slot, head, channel]), and over cells."""
 
 from __future__ import annotations
 
@@ -27,6 +27,23 @@ class PoolPort:
                     buffer[first : first + len(slots)] = rebuilt
                 else:
                     buffer.index_copy_(0, slots, rebuilt)
+
+
+class CellPort:
+    """The same over a CellKVPool, where only whole tokens are read and written."""
+
+    def __init__(self, kvcache: Any) -> None:
+        self._pool = kvcache
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self._pool
+        cells = pool.cells_of(slots).flatten()
+        shape = (pool.layer_num, len(slots), pool.head_num, -1)
+        return pool.k_cells.index_select(0, cells).view(shape), pool.v_cells.index_select(0, cells).view(shape)
+
+    def scatter(self, layers: range, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for cells, of_keys, of_values in zip(self._pool.cells_of(slots, layers), keys, values, strict=True):
+            self._pool.store(cells, of_keys, of_values)
 
 
 def _gather(buffers: list[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -20,6 +22,7 @@ from sglang_kvtc.artifact.schema import Artifact
 from sglang_kvtc.codec.codec import KVCodec
 from sglang_kvtc.config import KVTCConfig
 from sglang_kvtc.integration.arena import arena_bytes
+from sglang_kvtc.integration.cell_pool import CellKVPool
 from sglang_kvtc.integration.compat import (
     check_engine_version,
     check_internals,
@@ -29,11 +32,14 @@ from sglang_kvtc.integration.compat import (
 )
 from sglang_kvtc.integration.controller import KVTCController
 from sglang_kvtc.integration.flags import config_of
-from sglang_kvtc.integration.pool_port import PoolPort
+from sglang_kvtc.integration.gating import STATE
+from sglang_kvtc.integration.pool_port import CellPort, PoolPort
 from sglang_kvtc.tier.policy import SlotClock
+from sglang_kvtc.tier.store import Ids
 from sglang_kvtc.tier.tier import CompressedTier
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
@@ -56,7 +62,8 @@ class KVTCRadixCache(UnifiedRadixCache):
             make_room=self._make_room,
         )
         self._tier = tier
-        self._clock = SlotClock(len(kvcache.k_buffer[0]), kvcache.k_buffer[0].device)
+        num_slots = kvcache.num_slots if isinstance(kvcache, CellKVPool) else len(kvcache.k_buffer[0])
+        self._clock = SlotClock(num_slots, kvcache.k_buffer[0].device)
         self._next_tick = 0.0
         self.cache_controller = controller
         self.host_pool_group = controller.mem_pool_host
@@ -69,6 +76,8 @@ class KVTCRadixCache(UnifiedRadixCache):
         self.load_back_threshold = tier.config.restore_min_tokens
         kvcache.register_layer_transfer_counter(controller.layer_done_counter)
         tp_worker.register_hicache_layer_transfer_counter(controller.layer_done_counter)
+        if isinstance(kvcache, CellKVPool):
+            self.token_to_kv_pool_allocator.gating.publisher = self
 
     def tier_stats(self) -> dict[str, float]:
         """Numbers of the tier for `GET /server_info`."""
@@ -85,6 +94,35 @@ class KVTCRadixCache(UnifiedRadixCache):
         result = super().insert(params)
         self._touch(result.last_device_node)
         return result
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        """Publish what a request computed. A gated one enters the tree when it ends, as frames only."""
+        if not hasattr(req, STATE):
+            super().checkpoint(req, up_to=up_to, **kwargs)
+        elif req.finished():
+            self._insert_frames(req, up_to)
+
+    def encode(self, slots: torch.Tensor, start_position: int) -> Ids | None:
+        """Copy tokens of a gated request out (integration.gating.Publisher); the scheduler never waits for room."""
+        return self._tier.compress(slots, start_position, self._make_room, wait_s=0)
+
+    def free(self, ids: Ids) -> None:
+        """Drop tokens that `encode` stored and that never entered the tree."""
+        self._tier.free(ids)
+
+    def _insert_frames(self, req: Req, up_to: int) -> None:
+        """Put the stored tokens of a finished request below the node its prefix was matched at."""
+        start = req.kv.cache_protected_len
+        ids = self.token_to_kv_pool_allocator.gating.take_ids(req, up_to)
+        if not len(ids):
+            return
+        key = RadixKey(
+            req.full_untruncated_fill_ids[start : start + len(ids)], req.extra_key, cache_salt=req.cache_salt
+        )
+        result = self.tree_core.insert_host(req.last_node, key, torch.from_numpy(ids), [])
+        self._apply_cache_actions(result.cache_actions)
+        # The tree keeps what it has of the same tokens.
+        self._tier.free(ids[: result.prefix_len])
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
@@ -163,8 +201,8 @@ def build_kvtc_cache(ctx: TreeCacheBuildContext) -> KVTCRadixCache:
     """
     check_engine_version()
     check_internals(KVTCRadixCache)
-    check_settings(ctx.server_args)
     config = config_of(ctx.server_args)
+    check_settings(ctx.server_args, config)
     artifact = load_for_model(config, ctx.server_args.model_path)
     kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     geometry = check_pool(kvcache, ctx.model_config, ctx.is_hybrid_swa or ctx.is_hybrid_ssm, artifact)
@@ -175,7 +213,8 @@ def build_kvtc_cache(ctx: TreeCacheBuildContext) -> KVTCRadixCache:
     cache = create_unified_radix_cache(
         dataclasses.replace(ctx, enable_hierarchical_cache=False), cache_class=KVTCRadixCache
     )
-    cache.attach_tier(CompressedTier(codec, PoolPort(kvcache), config.tier, arena), ctx.tp_worker)
+    port = CellPort(kvcache) if isinstance(kvcache, CellKVPool) else PoolPort(kvcache)
+    cache.attach_tier(CompressedTier(codec, port, config.tier, arena), ctx.tp_worker)
     logger.info(_start_line(artifact, config, codec, arena))
     return cache
 

@@ -1,4 +1,4 @@
-"""Adds the tier's numbers to SGLang's server state (`GET /server_info`), under the key `kvtc`."""
+"""Adds our numbers to SGLang's server state (`GET /server_info`): the tier's as `kvtc`, gating's as `kvtc_eviction`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ TARGET = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInter
 
 
 def add_tier_stats(result: Any, internal_state: Any, _request: Any) -> Any:
-    """AFTER hook: `internal_state.scheduler.tree_cache` is ours when the tier is on, else stock and untouched."""
+    """AFTER hook: the scheduler's tree cache and allocator are ours where tier and gating are on, else stock."""
     stats = getattr(internal_state.scheduler.tree_cache, "tier_stats", None)
     if stats is not None:
         result.internal_state["kvtc"] = stats()
+    gating = getattr(internal_state.scheduler.token_to_kv_pool_allocator, "gating", None)
+    if gating is not None:
+        result.internal_state["kvtc_eviction"] = gating.stats()
     return result

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from sglang_kvtc.artifact.fingerprint import fingerprint_model
 from sglang_kvtc.benchmarks.prompts import builtin_prompts
 from sglang_kvtc.calibrate.demo_artifact import demo_artifact
 from sglang_kvtc.calibrate.demo_model import demo_model_dir
 from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.cli.server_process import CPU_FLAGS, Generation, ServerProcess
+from sglang_kvtc.gates.io import save_gates
+from sglang_kvtc.gates.model import GateConfig, GateInput, GateKind, new_gates
 
 FAULTS = Path(__file__).parent / "faults"
 POOL_TOKENS = 1280
@@ -51,6 +55,18 @@ def artifact() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gates(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained gates: what they keep makes no sense, but differs from head to head."""
+    path = tmp_path_factory.mktemp("gates") / "gates.safetensors"
+    config = GateConfig(GateKind.SINK_ATTENTION, GateInput.HIDDEN, 30, 576, 3, 3, gate_dim=8)
+    made = new_gates(config, seed=0)
+    for name in ("sinks", "bias"):
+        torch.nn.init.normal_(made.get_parameter(name), generator=torch.Generator().manual_seed(1))
+    save_gates(path, made, fingerprint_model(demo_model), {})
+    return path
+
+
+@pytest.fixture(scope="session")
 def prompts(demo_model: Path) -> Sequence[list[int]]:
     return builtin_prompts(demo_model, count=10, num_tokens=500)
 
@@ -59,27 +75,29 @@ def prompts(demo_model: Path) -> Sequence[list[int]]:
 def start_server(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory, prompts: Sequence[list[int]]
 ) -> Iterator[Callable[..., Server]]:
-    """Starts servers that live until the module ends: start_server(artifact, config_toml, *flags, tree_core=...)."""
+    """Starts servers that live until the module ends: start_server(artifact, config_toml, *flags, tree_core, env).
+
+    Without an artifact the tier is off; without a configuration, too, the server is stock unless flags say otherwise.
+    """
     running: list[ServerProcess] = []
 
-    def start(artifact: Path, config: str, *flags: str, tree_core: str) -> Server:
+    def start(
+        artifact: Path | None, config: str, *flags: str, tree_core: str = "rust", env: Mapping[str, str] | None = None
+    ) -> Server:
         folder = tmp_path_factory.mktemp("server")
-        (folder / "kvtc.toml").write_text(config)
+        ours: list[str] = []
+        if artifact is not None:
+            ours += ["--enable-kvtc", "--kvtc-artifact", str(artifact)]
+        if config:
+            (folder / "kvtc.toml").write_text(config)
+            ours += ["--kvtc-config", str(folder / "kvtc.toml")]
         process = ServerProcess(
             demo_model,
             [
                 *CPU_FLAGS,
-                *(
-                    "--max-total-tokens",
-                    str(POOL_TOKENS),
-                    "--max-running-requests",
-                    "8",
-                    "--chunked-prefill-size",
-                    "384",
-                    "--random-seed",
-                    "1",
-                ),
-                *("--enable-kvtc", "--kvtc-artifact", str(artifact), "--kvtc-config", str(folder / "kvtc.toml")),
+                *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8"),
+                *("--chunked-prefill-size", "384", "--random-seed", "1"),
+                *ours,
                 *flags,
             ],
             env={
@@ -87,6 +105,7 @@ def start_server(
                 "KVTC_FAULTS": str(folder / "faults"),
                 "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": tree_core,
                 "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+                **(env or {}),
             },
             log_path=folder / "server.log",
         )

@@ -39,7 +39,8 @@ def test_gate_score_times_every_case_against_one_forward_pass(model: Path) -> No
     threads = torch.get_num_threads()
     rows = run(gate_score, "--model", model, "--chunk-tokens", 60, "--buffered-tokens", 20, "--repeats", 2)
     assert torch.get_num_threads() == threads
-    assert [row["tokens"] for row in rows] == [60, 60, 20]
+    assert [row["backend"] for row in rows] == ["numba"] * 4 + ["torch"] * 4
+    assert [row["tokens"] for row in rows] == [60, 60, 60, 20] * 2
     assert {row["layers"] for row in rows} == {2}
     for row in rows:
         ratio = float(str(row["score_ms"])) / float(str(row["forward_ms"]))

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from sglang_kvtc.artifact.fingerprint import fingerprint_model
 from sglang_kvtc.artifact.io import save_artifact
 from sglang_kvtc.calibrate.demo_model import demo_model_dir
-from sglang_kvtc.config import CONFIG_ENV
+from sglang_kvtc.config import CONFIG_ENV, EvictionConfig
 from sglang_kvtc.errors import ConfigError, UnsupportedError
-from sglang_kvtc.integration import compat
+from sglang_kvtc.eviction.budget import Scope
+from sglang_kvtc.gates.io import save_gates
+from sglang_kvtc.gates.model import GateConfig, GateInput, GateKind, new_gates
+from sglang_kvtc.integration import compat, gating_hooks
+from sglang_kvtc.integration.eviction_options import FIXED_BUDGET_SLOTS, budget_of, slots_per_token
 from sglang_kvtc.integration.flags import ENGINE_SETTINGS, config_of
 from tests.tier.test_tier import ARTIFACT
 
@@ -26,6 +32,15 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     return parser
+
+
+@pytest.fixture(scope="module")
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained ones of the demo model's shape."""
+    path = tmp_path_factory.mktemp("gates") / "gates.safetensors"
+    config = GateConfig(GateKind.SINK_ATTENTION, GateInput.HIDDEN, 30, 576, 3, 3)
+    save_gates(path, new_gates(config, seed=0), fingerprint_model(demo_model_dir()), {})
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +144,7 @@ def test_a_side_01_speculative_decoding_is_refused(parser: argparse.ArgumentPars
             return getattr(args, name)
 
     with pytest.raises(UnsupportedError, match="speculative_algorithm='EAGLE'"):
-        compat.check_settings(Speculative())
+        compat.check_settings(Speculative(), config_of(args))
 
 
 def test_another_engine_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +154,8 @@ def test_another_engine_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_flags_of_the_tier_without_the_tier_are_refused(parser: argparse.ArgumentParser) -> None:
-    assert "need --enable-kvtc" in refusal(parser, "--kvtc-artifact", "somewhere")
+    assert "needs --enable-kvtc" in refusal(parser, "--kvtc-artifact", "somewhere")
+    assert "needs --kvtc-gates" in refusal(parser, "--kvtc-keep", "0.5")
 
 
 def test_a_ops_08_a_scheduler_without_our_configuration_refuses_to_run(
@@ -156,3 +172,97 @@ def test_the_engine_takes_its_configuration_from_the_environment(
     (tmp_path / "kvtc.toml").write_text('artifact = "here"\n')
     monkeypatch.setenv(CONFIG_ENV, str(tmp_path / "kvtc.toml"))
     assert config_of(launch(parser)).artifact == "here"
+
+
+GATED = ("--device", "cpu", "--attention-backend", "torch_native")
+
+
+def test_gates_and_share_reach_the_scheduler(parser: argparse.ArgumentParser, gates: Path, tmp_path: Path) -> None:
+    (tmp_path / "kvtc.toml").write_text("[eviction.budget]\nkeep_tokens = 900\nscope = 'layer'\n")
+    flags = ("--kvtc-gates", str(gates), "--kvtc-keep", "0.3", "--kvtc-config", str(tmp_path / "kvtc.toml"))
+    args = launch(parser, *GATED, *flags)
+    assert args.radix_cache_backend is None
+    budget = budget_of(config_of(args).eviction)
+    assert (budget.keep_fraction, budget.keep_tokens, budget.scope) == (0.3, None, Scope.LAYER)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--attention-backend", "triton"), "attention_backend='triton'"),
+        (("--decode-attention-backend", "triton"), "decode_attention_backend='triton'"),
+        (("--page-size", "16"), "page_size=16"),
+        (("--enable-hierarchical-cache",), "use --enable-kvtc instead"),
+        (("--tp-size", "2"), "tp_size=2"),
+        (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype"),
+        (("--enable-streaming-session",), "enable_streaming_session"),
+        (("--disaggregation-mode", "prefill"), "disaggregation_mode='prefill'"),
+        (("--kvtc-keep", "0.1"), "allow_extreme"),
+        (("--kvtc-keep", "1.5"), "keep_fraction"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_b_ev_22_what_gating_cannot_serve_is_refused_by_name(
+    parser: argparse.ArgumentParser, gates: Path, flags: tuple[str, ...], named: str
+) -> None:
+    assert named in refusal(parser, *GATED, "--kvtc-gates", str(gates), *flags)
+
+
+def test_b_ev_15_speculative_decoding_with_gates_is_refused(parser: argparse.ArgumentParser, gates: Path) -> None:
+    args = launch(parser, *GATED, "--kvtc-gates", str(gates))
+
+    class Speculative:
+        speculative_algorithm = "EAGLE"
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(args, name)
+
+    with pytest.raises(UnsupportedError, match="speculative_algorithm='EAGLE'"):
+        compat.check_settings(Speculative(), config_of(args))
+
+
+def test_b_ev_19_evicting_nearly_everything_needs_an_explicit_override(
+    parser: argparse.ArgumentParser, gates: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "kvtc.toml").write_text("[eviction.budget]\nkeep_fraction = 0.1\nallow_extreme = true\n")
+    args = launch(parser, *GATED, "--kvtc-gates", str(gates), "--kvtc-config", str(tmp_path / "kvtc.toml"))
+    assert budget_of(config_of(args).eviction).keep_fraction == 0.1
+
+
+def test_gates_of_another_checkpoint_or_none_are_refused_by_name(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    config = GateConfig(GateKind.SINK_ATTENTION, GateInput.HIDDEN, 30, 576, 3, 3)
+    other = tmp_path / "other.safetensors"
+    save_gates(other, new_gates(config, seed=0), ARTIFACT.fingerprint, {})
+    assert "toy" in refusal(parser, *GATED, "--kvtc-gates", str(other))
+    assert "absent" in refusal(parser, *GATED, "--kvtc-gates", str(tmp_path / "absent.safetensors"))
+
+
+def test_gates_that_are_fed_keys_are_refused(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    config = GateConfig(GateKind.LINEAR, GateInput.KEYS, 30, 192, 3, 3)
+    path = tmp_path / "keys.safetensors"
+    save_gates(path, new_gates(config, seed=0), fingerprint_model(demo_model_dir()), {})
+    assert "--input hidden" in refusal(parser, *GATED, "--kvtc-gates", str(path))
+
+
+def test_a_configuration_that_turns_nothing_on_is_refused(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    (tmp_path / "kvtc.toml").write_text("")
+    assert "turns nothing on" in refusal(parser, "--kvtc-config", str(tmp_path / "kvtc.toml"))
+
+
+def test_hooks_that_did_not_apply_are_named(monkeypatch: pytest.MonkeyPatch, parser: argparse.ArgumentParser) -> None:
+    gating_hooks.check_hooks()
+    target = next(iter(gating_hooks.HOOKS))
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
+    with pytest.raises(UnsupportedError, match=re.escape(target)):
+        gating_hooks.check_hooks()
+
+
+def test_slots_follow_from_the_budget() -> None:
+    def slots(**budget: object) -> int:
+        return slots_per_token(EvictionConfig(gates="g", budget=budget))
+
+    assert (slots(keep_fraction=0.3), slots(keep_fraction=1.0), slots(keep_mass=0.5)) == (4, 1, 5)
+    assert slots(keep_tokens=100) == FIXED_BUDGET_SLOTS
+    assert slots_per_token(EvictionConfig(gates="g", slots_per_token=3)) == 3

@@ -1,0 +1,307 @@
+"""Gated eviction inside SGLang's running requests (Fast KVzip, arXiv 2601.17668, section "Inference").
+
+One `Gating` per scheduler owns what evicts: the gates, the scores of tokens, the page tables and the budgets. Hooks
+(integration.gating_hooks) call it before and after every forward pass. Everything runs on the scheduler thread, where
+a forward pass of the CPU is complete when it returns; so cells that an eviction frees are read by nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from sglang_kvtc.config import EvictionConfig
+from sglang_kvtc.eviction.budget import DECODE_WINDOW, Budget
+from sglang_kvtc.eviction.page_table import PageTable, PageTables
+from sglang_kvtc.eviction.select import keep_mask
+from sglang_kvtc.gates.io import GateFile
+from sglang_kvtc.gates.model import GateShape
+from sglang_kvtc.gates.score import GateScorer
+from sglang_kvtc.integration.cell_pool import CellKVPool
+from sglang_kvtc.integration.eviction_options import budget_of, describe_budget, load_gates_for
+from sglang_kvtc.integration.flags import config_of
+from sglang_kvtc.integration.hidden_states import HiddenStates
+from sglang_kvtc.tier.store import Ids
+
+logger = logging.getLogger(__name__)
+
+STATE = "kvtc_gated"
+"""Attribute of SGLang's request with its GatedRequest; ungated requests have none."""
+OPT_OUT = "kvtc_gated"
+"""Key of a request's `custom_params`: false keeps the request whole."""
+NAMESPACE_SEPARATOR = "\x1f"
+_LENGTH_STEP = 16
+"""Lengths are rounded up to it where memory is estimated, so that estimates can be reused."""
+
+
+class Publisher(Protocol):
+    """Stores whole tokens under ids; the tier, where there is one."""
+
+    def encode(self, slots: torch.Tensor, start_position: int) -> Ids | None:
+        """Copy slots i64[n] out; None if there is no room."""
+        ...
+
+    def free(self, ids: Ids) -> None:
+        """Drop what was stored."""
+        ...
+
+
+@dataclass(slots=True)
+class GatedRequest:
+    """What gating knows of one request while it holds a row of the request pool.
+
+    length: tokens with KV after the last forward pass. evicted_at: the same at the last eviction; held_pairs: KV pairs
+    of its own that were left then. encoded: end of the tokens handed to the publisher, or -1 before the first; ids: of
+    those, from the request's own first token on.
+    """
+
+    length: int = 0
+    evicted_at: int = 0
+    held_pairs: int = 0
+    encoded: int = -1
+    is_publishable: bool = True
+    ids: list[Ids] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """As before the first forward pass: a retracted request starts again."""
+        self.length = self.evicted_at = self.held_pairs = 0
+        self.encoded, self.is_publishable = -1, True
+        self.ids = []
+
+
+@dataclass(slots=True)
+class GatingCounters:
+    """Since start. Pairs are KV pairs of one layer and head."""
+
+    gated_requests: int = 0
+    evictions: int = 0
+    evicted_pairs: int = 0
+    published_tokens: int = 0
+    unpublished_requests: int = 0
+
+
+class Gating:
+    """Scores, evicts and publishes the KV pairs of gated requests."""
+
+    def __init__(
+        self,
+        config: EvictionConfig,
+        gates: GateFile,
+        pool: CellKVPool,
+        req_to_token: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """req_to_token: i32[num_rows, max tokens], SGLang's slots of each request. dtype: of the projections."""
+        self.budget = budget_of(config)
+        self.decode_budget = msgspec.structs.replace(self.budget, window_tokens=DECODE_WINDOW)
+        self.interval = config.decode_interval
+        self.pool = pool
+        self.gates = gates
+        self._req_to_token = req_to_token
+        num_rows = len(req_to_token)
+        self.tables = PageTables(pool.cells, num_rows)
+        self.states = HiddenStates(GateScorer(gates.gates, dtype), pool, num_rows, self.interval)
+        self.publisher: Publisher | None = None
+        self.counters = GatingCounters()
+        self.namespace = _namespace(gates, self.budget, self.interval)
+        self._kept_tokens = functools.lru_cache(maxsize=1 << 16)(self._count_kept)
+
+    @classmethod
+    def of_runner(cls, runner: Any) -> Gating:
+        """Of SGLang's model runner, whose model is loaded; the allocator and the request pool learn of it.
+
+        Raises a KVTCError if gates or model do not fit.
+        """
+        config = config_of(runner.server_args).eviction
+        pool: CellKVPool = runner.token_to_kv_pool
+        gates = load_gates_for(config, Path(runner.server_args.model_path), _shape_of(runner, pool))
+        gating = cls(config, gates, pool, runner.req_to_token_pool.req_to_token, runner.dtype)
+        gating.budget.check_context(runner.model_config.context_len)
+        gating.states.attach(runner.model)
+        runner.token_to_kv_pool_allocator.gating = gating
+        runner.req_to_token_pool.kvtc_gating = gating
+        logger.info(gating.start_line(config))
+        return gating
+
+    def start_line(self, config: EvictionConfig) -> str:
+        cells = self.pool.cells
+        return (
+            f"kvtc: gated eviction, gates {config.gates} ({self.gates.digest.hex()[:12]}), "
+            f"{describe_budget(self.budget)}, every {self.interval} decoded tokens, {self.pool.size} tokens of memory "
+            f"in {cells.num_cells} cells, {self.pool.num_slots - 1} slots, {self.pool.overhead_bytes} bytes of tables "
+            f"and scores beside {sum(self.pool.get_kv_size_bytes())} bytes of KV, attention backend torch"
+        )
+
+    def enter(self, req: Any, *, publishes: bool) -> None:
+        """Make a queued request a gated one, unless it opted out. Safe to repeat, as after a retraction.
+
+        Its prefixes are matched and published in a namespace of gates and budget, since KV that was computed over an
+        evicted prefix is not what another request would compute. publishes: a tier takes what it computes; without
+        one, nothing of it may enter the tree.
+        """
+        if hasattr(req, STATE) or _opted_out(req):
+            return
+        setattr(req, STATE, GatedRequest())
+        req.extra_key = f"{req.extra_key or ''}{NAMESPACE_SEPARATOR}{self.namespace}"
+        if not publishes:
+            req.skip_radix_cache_insert = True
+        self.counters.gated_requests += 1
+
+    def before_batch(self, reqs: list[Any]) -> None:
+        """Before a forward pass of these requests."""
+        self.states.rows.update(req.kv.req_pool_idx for req in reqs if hasattr(req, STATE))
+
+    def after_batch(self, reqs: list[Any]) -> None:
+        """After a forward pass: evict from each request whose prompt grew or that is due while it generates."""
+        for req in reqs:
+            state: GatedRequest | None = getattr(req, STATE, None)
+            if state is None or not req.kv.holds_kv:
+                continue
+            length = req.kv.kv_committed_len
+            is_prompt = length - state.length > 1
+            state.length = length
+            if is_prompt or length - state.evicted_at >= self.interval:
+                self._evict(req, state, self.budget if is_prompt else self.decode_budget)
+
+    def page_tables(
+        self, rows: list[int], lengths: list[int], slots: torch.Tensor, *, is_decode: bool
+    ) -> list[PageTable]:
+        """Page tables of a batch in each layer, with the new tokens in slots i64[num_new_tokens] already listed."""
+        known = self.tables.is_known(rows) if is_decode else [False] * len(rows)
+        grown = [index for index, is_known in enumerate(known) if is_known]
+        if grown:
+            self.tables.append([rows[index] for index in grown], slots[grown] if len(grown) < len(rows) else slots)
+        for row, length, is_known in zip(rows, lengths, known, strict=True):
+            if not is_known:
+                self.tables.set(row, self._slots(row, 0, length))
+        return self.tables.batches(rows)
+
+    def take_ids(self, req: Any, end: int) -> Ids:
+        """Ids of the request's own tokens up to position `end`, or as far as they could be stored, to be owned now.
+
+        Tokens not stored yet are whole: only what was stored is ever evicted from.
+        """
+        state: GatedRequest = getattr(req, STATE)
+        first = req.kv.cache_protected_len
+        self._encode(req, state, end)
+        ids = np.concatenate(state.ids) if state.ids else np.empty(0, np.int64)
+        state.ids = []
+        wanted = max(0, end - first)
+        if len(ids) > wanted and self.publisher is not None:
+            self.publisher.free(ids[wanted:])
+        self.counters.published_tokens += min(len(ids), wanted)
+        return ids[:wanted]
+
+    def release(self, req: Any) -> None:
+        """Forget a request whose row is about to be given back."""
+        self.tables.discard(req.kv.req_pool_idx)
+        self.states.discard(req.kv.req_pool_idx)
+        state: GatedRequest | None = getattr(req, STATE, None)
+        if state is not None:
+            if self.publisher is not None:
+                for ids in state.ids:
+                    self.publisher.free(ids)
+            state.reset()
+
+    def reset(self) -> None:
+        """Forget all rows, as in a flush."""
+        self.tables.clear()
+        self.states.clear()
+
+    def peak_tokens(self, num_prompt: int, num_new: int, chunk: int) -> int:
+        """Most tokens of memory that an own part of `num_prompt` and then `num_new` tokens holds at any time.
+
+        chunk: most tokens of a prompt in one forward pass, which are whole until it is over.
+        """
+        total = num_prompt + num_new
+        prefill = self._kept_tokens(_rounded(num_prompt), self.budget) + min(chunk, num_prompt)
+        decode = self._kept_tokens(_rounded(total), self.decode_budget) + self.interval
+        return max(min(num_prompt, prefill), min(total, decode))
+
+    def growth_tokens(self, req: Any, num_new: float) -> float:
+        """Tokens of memory that a running request may yet take for `num_new` more tokens; at most that number."""
+        state: GatedRequest | None = getattr(req, STATE, None)
+        if state is None or state.evicted_at == 0:
+            return num_new
+        own = state.length - req.kv.cache_protected_len
+        held = state.held_pairs / self.pool.cells.cells_per_token + state.length - state.evicted_at
+        peak = self._kept_tokens(_rounded(own + int(num_new)), self.decode_budget) + self.interval
+        return min(num_new, max(0.0, peak - held))
+
+    def stats(self) -> dict[str, float]:
+        """Flat numbers for the server's state page."""
+        cells = self.pool.cells
+        return {
+            "cells": cells.num_cells - cells.cells_per_token,
+            "used_cells": cells.used_cells,
+            "free_tokens": cells.free_tokens,
+            "overhead_bytes": self.pool.overhead_bytes,
+            **{name: getattr(self.counters, name) for name in self.counters.__dataclass_fields__},
+        }
+
+    def _evict(self, req: Any, state: GatedRequest, budget: Budget) -> None:
+        """Bring the request's own part under its budget. What a tree shares with others is never touched."""
+        row, first = req.kv.req_pool_idx, req.kv.cache_protected_len
+        cells = self.pool.cells
+        own = self._slots(row, first, state.length)
+        self.states.score_pending(row, self._slots(row, 0, state.length))
+        state.evicted_at = state.length
+        target = budget.target_pairs(cells.num_layers, len(own), cells.num_kv_heads)
+        if target >= len(own) * cells.cells_per_token:
+            state.held_pairs = len(own) * cells.cells_per_token
+            return
+        keep = keep_mask(self.pool.scores[:, own], budget, cells.alive(own))
+        self._encode(req, state, state.length)
+        self.counters.evicted_pairs += cells.evict(own, keep)
+        self.counters.evictions += 1
+        state.held_pairs = int(keep.sum())
+        # Its lists name freed cells; they are built anew before the next step.
+        self.tables.discard(row)
+
+    def _encode(self, req: Any, state: GatedRequest, end: int) -> None:
+        """Hand the publisher all own tokens before `end` that it does not have yet."""
+        start = req.kv.cache_protected_len if state.encoded < 0 else state.encoded
+        if self.publisher is None or not state.is_publishable or start >= end:
+            return
+        ids = self.publisher.encode(self._slots(req.kv.req_pool_idx, start, end), start)
+        if ids is None:
+            state.is_publishable = False
+            self.counters.unpublished_requests += 1
+            return
+        state.ids.append(ids)
+        state.encoded = end
+
+    def _slots(self, row: int, start: int, end: int) -> torch.Tensor:
+        return self._req_to_token[row, start:end].long()
+
+    def _count_kept(self, num_tokens: int, budget: Budget) -> int:
+        cells = self.pool.cells
+        pairs = budget.target_pairs(cells.num_layers, num_tokens, cells.num_kv_heads)
+        return min(num_tokens, -(-pairs // cells.cells_per_token))
+
+
+def _shape_of(runner: Any, pool: CellKVPool) -> GateShape:
+    config = runner.model_config
+    return GateShape(pool.layer_num, config.hidden_size, pool.head_num, config.num_attention_heads // pool.head_num)
+
+
+def _namespace(gates: GateFile, budget: Budget, interval: int) -> str:
+    content = msgspec.json.encode([gates.digest.hex(), msgspec.to_builtins(budget), interval])
+    return f"kvtc-gated-{hashlib.sha256(content).hexdigest()[:32]}"
+
+
+def _opted_out(req: Any) -> bool:
+    custom = req.sampling_params.custom_params
+    return isinstance(custom, dict) and custom.get(OPT_OUT) is False
+
+
+def _rounded(num_tokens: int) -> int:
+    return -(-num_tokens // _LENGTH_STEP) * _LENGTH_STEP
