@@ -57,8 +57,8 @@ class Variant:
     kind: GateKind = GateKind.SINK_ATTENTION
     source: GateInput = GateInput.HIDDEN
     target: Target = Target.RECONSTRUCTION
-    gate_dim: int = 16
-    num_sinks: int = 16
+    gate_dim: int = 8
+    num_sinks: int = 4
     bias_form: BiasForm = BiasForm.RELEASED
     optimizer: Optimizer = Optimizer.ADAM
     target_power: float = 0.5
@@ -83,8 +83,8 @@ TABLES: dict[str, dict[str, Variant]] = {
         "linear": Variant(kind=GateKind.LINEAR),
         "bias as printed": Variant(bias_form=BiasForm.PAPER),
     },
-    "sinks": {str(sinks): Variant(num_sinks=sinks) for sinks in (4, 8, 16, 32)},
-    "dimension": {str(dim): Variant(gate_dim=dim) for dim in (8, 16, 32, 64)},
+    "sinks": {str(sinks): Variant(num_sinks=sinks) for sinks in (2, 4, 8, 16)},
+    "dimension": {str(dim): Variant(gate_dim=dim) for dim in (4, 8, 16, 32)},
     "recipe": {
         "adam on roots": BASE,
         "adam": Variant(target_power=1),

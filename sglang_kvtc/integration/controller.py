@@ -18,6 +18,9 @@ from sglang_kvtc.errors import RestoreError
 from sglang_kvtc.tier.tier import CompressedTier
 from sglang_kvtc.tier.worker import RestorePiece
 
+PRIVATE_LOAD = -1
+"""Node id of a load-back whose slots belong to a request: the tree waits for none of it."""
+
 
 class HostEvent:
     """Completion flag with the interface of a device event. `error` is what the waiter must raise."""
@@ -240,7 +243,11 @@ class KVTCController:
             finished.record()
 
         self.ack_load_queue.append(
-            TransferAck([node_id for node_id, _ in loads], sum(len(piece.tokens) for piece in pieces), finished)
+            TransferAck(
+                [node for node, _ in loads if node != PRIVATE_LOAD],
+                sum(len(piece.tokens) for piece in pieces),
+                finished,
+            )
         )
         self._tier.start_restore(pieces, events.complete, finish)
         return index

@@ -21,6 +21,7 @@ import torch
 from sglang_kvtc.config import EvictionConfig
 from sglang_kvtc.eviction.budget import DECODE_WINDOW, Budget
 from sglang_kvtc.eviction.page_table import PageTable, PageTables
+from sglang_kvtc.eviction.score_codes import decode_scores, encode_scores
 from sglang_kvtc.eviction.select import keep_mask
 from sglang_kvtc.gates.io import GateFile
 from sglang_kvtc.gates.model import GateShape
@@ -45,8 +46,8 @@ _LENGTH_STEP = 16
 class Publisher(Protocol):
     """Stores whole tokens under ids; the tier, where there is one."""
 
-    def encode(self, slots: torch.Tensor, start_position: int) -> Ids | None:
-        """Copy slots i64[n] out; None if there is no room."""
+    def encode(self, slots: torch.Tensor, start_position: int, scores: torch.Tensor) -> Ids | None:
+        """Copy slots i64[n] out, with codes u8[num_layers, n, num_kv_heads] of their scores; None without room."""
         ...
 
     def free(self, ids: Ids) -> None:
@@ -58,22 +59,25 @@ class Publisher(Protocol):
 class GatedRequest:
     """What gating knows of one request while it holds a row of the request pool.
 
-    length: tokens with KV after the last forward pass. evicted_at: the same at the last eviction; held_pairs: KV pairs
-    of its own that were left then. encoded: end of the tokens handed to the publisher, or -1 before the first; ids: of
-    those, from the request's own first token on.
+    restored: slots i64[n] of its own that a restored prefix is written into, before it has a row. length: tokens with
+    KV after the last forward pass. evicted_at: the same at the last eviction; held_pairs: KV pairs of its own that were
+    left then. encoded_from, encoded: the tokens handed to the publisher, under `ids`; None before the first.
     """
 
+    restored: torch.Tensor | None = None
     length: int = 0
     evicted_at: int = 0
     held_pairs: int = 0
-    encoded: int = -1
+    encoded_from: int | None = None
+    encoded: int = 0
     is_publishable: bool = True
     ids: list[Ids] = field(default_factory=list)
 
     def reset(self) -> None:
         """As before the first forward pass: a retracted request starts again."""
-        self.length = self.evicted_at = self.held_pairs = 0
-        self.encoded, self.is_publishable = -1, True
+        self.restored = self.encoded_from = None
+        self.length = self.evicted_at = self.held_pairs = self.encoded = 0
+        self.is_publishable = True
         self.ids = []
 
 
@@ -84,6 +88,7 @@ class GatingCounters:
     gated_requests: int = 0
     evictions: int = 0
     evicted_pairs: int = 0
+    restored_tokens: int = 0
     published_tokens: int = 0
     unpublished_requests: int = 0
 
@@ -166,6 +171,10 @@ class Gating:
             if state is None or not req.kv.holds_kv:
                 continue
             length = req.kv.kv_committed_len
+            if state.length == 0 and state.restored is not None:
+                # The tokens restored are stored already.
+                state.encoded_from = state.encoded = req.kv.cache_protected_len + len(state.restored)
+                state.restored = None
             is_prompt = length - state.length > 1
             state.length = length
             if is_prompt or length - state.evicted_at >= self.interval:
@@ -184,21 +193,34 @@ class Gating:
                 self.tables.set(row, self._slots(row, 0, length))
         return self.tables.batches(rows)
 
-    def take_ids(self, req: Any, end: int) -> Ids:
-        """Ids of the request's own tokens up to position `end`, or as far as they could be stored, to be owned now.
+    def restore_into(self, req: Any, slots: torch.Tensor, scores: torch.Tensor | None) -> None:
+        """Give a request a stored prefix as its own. It is whole at first, and evicted from like the rest.
 
-        Tokens not stored yet are whole: only what was stored is ever evicted from.
+        slots: i64[n], in which the prefix will be when the request's first forward pass reads it. scores: their codes
+        u8[num_layers, n, num_kv_heads].
         """
         state: GatedRequest = getattr(req, STATE)
-        first = req.kv.cache_protected_len
+        state.restored = slots
+        self.counters.restored_tokens += len(slots)
+        # Tokens without a score are kept: nothing is known that speaks against them.
+        known = 1.0 if scores is None else decode_scores(scores, self.pool.scores.dtype)
+        self.pool.scores[:, slots] = known
+
+    def take_ids(self, req: Any, end: int) -> tuple[int, Ids]:
+        """Ids of the tokens that were stored for the request, up to position `end`, to be owned by the caller.
+
+        Returns the position of the first one, and the ids: fewer where there was no room. Tokens not stored yet are
+        whole, since only what was stored is ever evicted from.
+        """
+        state: GatedRequest = getattr(req, STATE)
         self._encode(req, state, end)
+        start = end if state.encoded_from is None else state.encoded_from
         ids = np.concatenate(state.ids) if state.ids else np.empty(0, np.int64)
         state.ids = []
-        wanted = max(0, end - first)
+        wanted = max(0, end - start)
         if len(ids) > wanted and self.publisher is not None:
             self.publisher.free(ids[wanted:])
-        self.counters.published_tokens += min(len(ids), wanted)
-        return ids[:wanted]
+        return start, ids[:wanted]
 
     def release(self, req: Any) -> None:
         """Forget a request whose row is about to be given back."""
@@ -268,10 +290,16 @@ class Gating:
 
     def _encode(self, req: Any, state: GatedRequest, end: int) -> None:
         """Hand the publisher all own tokens before `end` that it does not have yet."""
-        start = req.kv.cache_protected_len if state.encoded < 0 else state.encoded
-        if self.publisher is None or not state.is_publishable or start >= end:
+        if self.publisher is None or not state.is_publishable:
             return
-        ids = self.publisher.encode(self._slots(req.kv.req_pool_idx, start, end), start)
+        if state.encoded_from is None:
+            state.encoded_from = state.encoded = req.kv.cache_protected_len
+        start = state.encoded
+        if start >= end:
+            return
+        slots = self._slots(req.kv.req_pool_idx, start, end)
+        self.states.score_pending(req.kv.req_pool_idx, self._slots(req.kv.req_pool_idx, 0, state.length))
+        ids = self.publisher.encode(slots, start, encode_scores(self.pool.scores[:, slots]))
         if ids is None:
             state.is_publishable = False
             self.counters.unpublished_requests += 1

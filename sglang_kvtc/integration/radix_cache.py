@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -30,9 +31,9 @@ from sglang_kvtc.integration.compat import (
     check_settings,
     load_for_model,
 )
-from sglang_kvtc.integration.controller import KVTCController
+from sglang_kvtc.integration.controller import PRIVATE_LOAD, KVTCController
 from sglang_kvtc.integration.flags import config_of
-from sglang_kvtc.integration.gating import STATE
+from sglang_kvtc.integration.gating import STATE, GatedRequest
 from sglang_kvtc.integration.pool_port import CellPort, PoolPort
 from sglang_kvtc.tier.policy import SlotClock
 from sglang_kvtc.tier.store import Ids
@@ -40,8 +41,9 @@ from sglang_kvtc.tier.tier import CompressedTier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, InsertResult, MatchResult
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class KVTCRadixCache(UnifiedRadixCache):
         )
         self._tier = tier
         num_slots = kvcache.num_slots if isinstance(kvcache, CellKVPool) else len(kvcache.k_buffer[0])
+        self._loads_are_private = False
         self._clock = SlotClock(num_slots, kvcache.k_buffer[0].device)
         self._next_tick = 0.0
         self.cache_controller = controller
@@ -102,27 +105,73 @@ class KVTCRadixCache(UnifiedRadixCache):
         elif req.finished():
             self._insert_frames(req, up_to)
 
-    def encode(self, slots: torch.Tensor, start_position: int) -> Ids | None:
+    def encode(self, slots: torch.Tensor, start_position: int, scores: torch.Tensor) -> Ids | None:
         """Copy tokens of a gated request out (integration.gating.Publisher); the scheduler never waits for room."""
-        return self._tier.compress(slots, start_position, self._make_room, wait_s=0)
+        return self._tier.compress(slots, start_position, self._make_room, wait_s=0, sidecar=scores)
 
     def free(self, ids: Ids) -> None:
         """Drop tokens that `encode` stored and that never entered the tree."""
         self._tier.free(ids)
 
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, NodeId] | None:
+        """Start the restore of a hit. A gated request gets slots of its own, to be evicted from; the tree keeps frames.
+
+        Returns the number of tokens to be restored and the deepest node on the device.
+        """
+        req = params.req
+        self._loads_are_private = hasattr(req, STATE)
+        if not self._loads_are_private:
+            return super().init_load_back(params)
+        transfer, _ = self.tree_core.build_load_back_spec(params.best_match_node, req=req)
+        ids = transfer.host_indices
+        slots = self._load_privately(ids) if len(ids) >= max(1, self.load_back_threshold) else None
+        if slots is None:
+            return 0, req.last_node
+        self.token_to_kv_pool_allocator.gating.restore_into(req, slots, self._tier.sidecars(ids.numpy()))
+        return len(slots), req.last_node
+
+    def load_back_is_cache_owned(self) -> bool:
+        """Asked right after `init_load_back`: whether its slots are the tree's."""
+        return not self._loads_are_private
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        """Slots of the request's prefix: those on the tree's path, then those restored for it alone."""
+        state: GatedRequest | None = getattr(req, STATE, None)
+        if state is None or state.restored is None:
+            return super().prefix_device_indices(req)
+        path = self.tree_core.collect_full_device_indices(req.last_node, self.root_node_handle(req.extra_key))
+        return torch.cat([path, state.restored])[: req.prefix_len]
+
+    def _load_privately(self, ids: torch.Tensor) -> torch.Tensor | None:
+        missing = len(ids) - self.token_to_kv_pool_allocator.available_size()
+        if missing > 0:
+            self.evict_for_alloc(EvictParams(num_tokens=missing))
+        return self.cache_controller.load(ids, node_id=PRIVATE_LOAD)
+
     def _insert_frames(self, req: Req, up_to: int) -> None:
-        """Put the stored tokens of a finished request below the node its prefix was matched at."""
-        start = req.kv.cache_protected_len
-        ids = self.token_to_kv_pool_allocator.gating.take_ids(req, up_to)
+        """Put what was stored of a finished request into the tree, below the prefix it started from."""
+        gating = self.token_to_kv_pool_allocator.gating
+        start, ids = gating.take_ids(req, up_to)
         if not len(ids):
             return
-        key = RadixKey(
-            req.full_untruncated_fill_ids[start : start + len(ids)], req.extra_key, cache_salt=req.cache_salt
-        )
-        result = self.tree_core.insert_host(req.last_node, key, torch.from_numpy(ids), [])
+
+        def key(first: int, end: int) -> RadixKey:
+            return RadixKey(req.full_untruncated_fill_ids[first:end], req.extra_key, cache_salt=req.cache_salt)
+
+        node = req.last_node
+        if start > req.kv.cache_protected_len:
+            found = super().match_prefix(MatchPrefixParams(key=key(0, start)))
+            node = found.best_match_node
+            if found.device_prefix_len + found.host_hit_length < start:
+                # Its restored prefix was dropped from the tree meanwhile: nothing can hang below it.
+                self._tier.free(ids)
+                gating.counters.unpublished_requests += 1
+                return
+        result = self.tree_core.insert_host(node, key(start, start + len(ids)), torch.from_numpy(ids), [])
         self._apply_cache_actions(result.cache_actions)
         # The tree keeps what it has of the same tokens.
         self._tier.free(ids[: result.prefix_len])
+        gating.counters.published_tokens += len(ids)
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.tier.state import ChunkState, move
@@ -33,7 +34,10 @@ class Shortage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class StoredChunk:
-    """Consecutive tokens of one sequence under consecutive ids [first_id, first_id + num_tokens)."""
+    """Consecutive tokens of one sequence under consecutive ids [first_id, first_id + num_tokens).
+
+    sidecar: what else is known of each token, u8[any, num_tokens, any], kept beside the frame and counted with it.
+    """
 
     first_id: int
     num_tokens: int
@@ -43,7 +47,15 @@ class StoredChunk:
     staged_bytes: int
     state: ChunkState = ChunkState.STAGED
     frame: bytes | None = None
+    sidecar: torch.Tensor | None = None
     live: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the frame and what is kept beside it; 0 without a frame."""
+        if self.frame is None:
+            return 0
+        return len(self.frame) + (self.sidecar.nbytes if self.sidecar is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +138,9 @@ class FrameStore:
                 if remaining <= 0 or not self._staging_freed.wait(remaining):
                     return Shortage.ARENA if arena_short else Shortage.STAGING
 
-    def add(self, staged: KVChunk, kind: FrameKind, reserved_bytes: int) -> StoredChunk:
+    def add(
+        self, staged: KVChunk, kind: FrameKind, reserved_bytes: int, sidecar: torch.Tensor | None = None
+    ) -> StoredChunk:
         """Take a raw copy (whose staging room was reserved) under fresh ids. It can be restored at once."""
         with self._lock:
             chunk = StoredChunk(
@@ -136,6 +150,7 @@ class FrameStore:
                 kind=kind,
                 staged=staged,
                 staged_bytes=reserved_bytes,
+                sidecar=sidecar,
                 live=np.ones(staged.num_tokens, np.bool_),
             )
             self._next_id += chunk.num_tokens
@@ -153,7 +168,7 @@ class FrameStore:
                 return False
             chunk.state = move(chunk.state, ChunkState.STORED)
             chunk.frame = frame
-            self._frame_bytes += len(frame)
+            self._frame_bytes += chunk.stored_bytes
             self._frame_tokens += chunk.num_tokens
             return True
 
@@ -220,9 +235,10 @@ class FrameStore:
             return
         chunk.state = move(chunk.state, ChunkState.DEAD)
         if chunk.frame is not None:
-            self._frame_bytes -= len(chunk.frame)
+            self._frame_bytes -= chunk.stored_bytes
             self._frame_tokens -= chunk.num_tokens
             chunk.frame = None
+        chunk.sidecar = None
 
 
 def _runs(ids: Ids) -> Iterator[tuple[int, int, int]]:

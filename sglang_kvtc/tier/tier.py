@@ -69,23 +69,32 @@ class CompressedTier:
         self.worker.start()
 
     def compress(
-        self, slots: torch.Tensor, start_position: int, make_room: MakeRoom, wait_s: float = STAGING_WAIT_S
+        self,
+        slots: torch.Tensor,
+        start_position: int,
+        make_room: MakeRoom,
+        wait_s: float = STAGING_WAIT_S,
+        sidecar: torch.Tensor | None = None,
     ) -> Ids | None:
         """Copy a node out and queue it for coding. Its slots may be reused as soon as this returns.
 
-        slots: i64[num_tokens], in order of position. make_room: evicts at least that many stored tokens and says
+        slots: i64[num_tokens], in order of position. sidecar: u8[any, num_tokens, any], kept as it is until the tokens
+        are freed. make_room: evicts at least that many stored tokens and says
         whether any went. Returns i64[num_tokens] ids, or None if there is no room; then nothing is kept.
         """
         chunks: list[StoredChunk] = []
         for tokens, kind in self.cost.segments(start_position, len(slots)):
+            part = slice(tokens.start - start_position, tokens.stop - start_position)
+            beside = None if sidecar is None else sidecar[:, part].clone()
             num_bytes = len(tokens) * self.codec.geometry.bytes_per_token + MAX_FRAME_OVERHEAD
+            num_bytes += 0 if beside is None else beside.nbytes
             if not self._reserve(num_bytes, make_room, wait_s):
                 for chunk in chunks:
                     self.store.free(_ids(chunk))
                 self.counters.dropped_nodes += 1
                 return None
-            keys, values = self.port.gather(slots[tokens.start - start_position : tokens.stop - start_position])
-            chunk = self.store.add(KVChunk(keys, values, tokens.start), kind, num_bytes)
+            keys, values = self.port.gather(slots[part])
+            chunk = self.store.add(KVChunk(keys, values, tokens.start), kind, num_bytes, beside)
             self.worker.submit_encode(chunk)
             chunks.append(chunk)
         self.counters.compressed_nodes += 1
@@ -153,6 +162,15 @@ class CompressedTier:
             if segment.chunk.state is ChunkState.DEAD:
                 return segment.offset
         return len(ids)
+
+    def sidecars(self, ids: Ids) -> torch.Tensor | None:
+        """What `compress` was given beside these tokens, u8[any, len(ids), any]; None if any of them has nothing."""
+        parts = []
+        for segment in self.store.segments(ids):
+            if segment.chunk.sidecar is None:
+                return None
+            parts.append(segment.chunk.sidecar[:, segment.tokens.start : segment.tokens.stop])
+        return torch.cat(parts, dim=1) if parts else None
 
     def free(self, ids: Ids) -> int:
         return self.store.free(ids)
