@@ -7,10 +7,8 @@ recomputed one, and coded, where the share of equal top-1 tokens is shown. The s
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sglang_kvtc.calibrate.causal_lm import load_tokenizer
@@ -19,7 +17,7 @@ from sglang_kvtc.calibrate.demo_artifact import demo_artifact
 from sglang_kvtc.calibrate.demo_model import demo_model_dir
 from sglang_kvtc.cli.bench import Row, format_table
 from sglang_kvtc.cli.progress import TerminalProgress
-from sglang_kvtc.cli.server_process import CPU_FLAGS, ServerProcess
+from sglang_kvtc.cli.server_process import ServerProcess, temporary_server
 
 QUESTIONS = (
     "Summarise the text above in two sentences.",
@@ -55,20 +53,14 @@ def run(args: argparse.Namespace) -> int:
     # In bf16 the shape of a batch decides near-ties, with any cache; exactness is shown in fp32.
     for name, ratio, dtype in (("lossless", 1.0, "float32"), ("coded", args.ratio, "auto")):
         print(f"\n{name} pass: starting the server (takes a minute on two cores) ...", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder) / "kvtc.toml"
-            config.write_text(f"[codec]\ntarget_ratio = {ratio}\n")
-            server = ServerProcess(
-                model_dir,
-                [
-                    *CPU_FLAGS,
-                    *("--max-total-tokens", str(args.pool_tokens), "--dtype", dtype),
-                    *("--enable-kvtc", "--kvtc-artifact", str(artifact), "--kvtc-config", str(config)),
-                ],
-                log_path=Path(folder) / "server.log",
-            )
-            with server:
-                failures += _hold_conversations(server, tokenizer, args, exact=name == "lossless")
+        server = temporary_server(
+            model_dir,
+            *("--max-total-tokens", str(args.pool_tokens), "--dtype", dtype),
+            config=f"[codec]\ntarget_ratio = {ratio}\n",
+            artifact=artifact,
+        )
+        with server as process:
+            failures += _hold_conversations(process, tokenizer, args, exact=name == "lossless")
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures else 0

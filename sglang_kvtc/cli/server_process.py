@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,14 +34,23 @@ class ServerError(KVTCError):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Answer to one prompt. Token counts as SGLang reports them; `ttft_s` is seconds to the first streamed token."""
+    """Answer to one prompt. Token counts as SGLang reports them.
+
+    logprobs: of the output, empty where none were asked for. arrivals_s: when each token of the output was streamed,
+    seconds after the request was sent.
+    """
 
     output_ids: list[int]
     logprobs: list[float]
     prompt_tokens: int
     cached_device: int
     cached_compressed: int
-    ttft_s: float
+    arrivals_s: list[float]
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first streamed token."""
+        return self.arrivals_s[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +151,19 @@ class ServerProcess:
         extra_key: str | None = None,
         rid: str | None = None,
         custom_params: Mapping[str, object] | None = None,
+        with_logprobs: bool = True,
     ) -> Generation:
-        """Greedy generation from token ids, streamed so that the first token can be timed.
+        """Greedy generation from token ids, streamed so that every token can be timed.
 
-        custom_params: SGLang's parameters of that name, such as `{"kvtc_gated": False}`.
+        custom_params: SGLang's parameters of that name, such as `{"kvtc_gated": False}`. with_logprobs: of the output;
+        they take time, since SGLang sends all of them again with every token.
 
         Raises ServerError if the server answers with an error.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
-            "return_logprob": True,
+            "return_logprob": with_logprobs,
             "stream": True,
         }
         if extra_key is not None:
@@ -162,7 +173,7 @@ class ServerProcess:
         if custom_params is not None:
             body["sampling_params"]["custom_params"] = dict(custom_params)
         started = time.perf_counter()
-        first_token_s = 0.0
+        arrivals_s: list[float] = []
         last: dict[str, Any] = {}
         with requests.post(f"{self.url}/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
             if not response.ok:
@@ -170,10 +181,11 @@ class ServerProcess:
             for line in response.iter_lines():
                 if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
-                first_token_s = first_token_s or time.perf_counter() - started
+                arrived_s = time.perf_counter() - started
                 last = json.loads(line[len(b"data: ") :])
                 if "error" in last:
                     raise ServerError(f"the server answered: {last['error']}")
+                arrivals_s += [arrived_s] * (len(last.get("output_ids", ())) - len(arrivals_s))
         if not last:
             raise ServerError(f"the server sent no tokens:\n{self.log_tail()}")
         meta = last["meta_info"]
@@ -183,11 +195,11 @@ class ServerProcess:
         cached = meta.get("cached_tokens_details") or {}
         return Generation(
             output_ids=last["output_ids"],
-            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+            logprobs=[entry[0] for entry in meta["output_token_logprobs"]] if with_logprobs else [],
             prompt_tokens=meta["prompt_tokens"],
             cached_device=cached.get("device", meta["cached_tokens"]),
             cached_compressed=cached.get("host", 0),
-            ttft_s=first_token_s,
+            arrivals_s=arrivals_s,
         )
 
     def predict(self, prompt: Sequence[int], continuation: Sequence[int]) -> Prediction:
@@ -250,6 +262,40 @@ class ServerProcess:
                 raise ServerError(f"{stats['staged_chunks']} chunks still wait for the encoder after {timeout_s} s")
             time.sleep(0.1)
         return stats
+
+    def wait_compressed(self, num_tokens: int, timeout_s: float = 120.0) -> None:
+        """Wait until so many tokens or more are frames and no raw copy waits for the encoder."""
+        deadline = time.monotonic() + timeout_s
+        while (stats := self.tier_stats())["live_tokens"] < num_tokens or stats["staged_chunks"]:
+            if time.monotonic() > deadline:
+                raise ServerError(f"{stats['live_tokens']} of {num_tokens} tokens were compressed after {timeout_s} s")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def temporary_server(
+    model_dir: Path,
+    *flags: str,
+    config: str = "",
+    artifact: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[ServerProcess]:
+    """Run a CPU server whose configuration file and log live as long as it does.
+
+    flags: after CPU_FLAGS. config: TOML text of `--kvtc-config`, none if it is empty. artifact: turns the compressed
+    tier on. Raises ServerError if the server does not start.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ours: list[str] = []
+        if artifact is not None:
+            ours += ["--enable-kvtc", "--kvtc-artifact", str(artifact)]
+        if config:
+            path = Path(folder) / "kvtc.toml"
+            path.write_text(config, encoding="utf-8")
+            ours += ["--kvtc-config", str(path)]
+        arguments = [*CPU_FLAGS, *ours, *flags]
+        with ServerProcess(model_dir, arguments, env or {}, Path(folder) / "server.log") as server:
+            yield server
 
 
 def free_port() -> int:

@@ -27,7 +27,7 @@ class CellPrefillBudget(PrefillBudget):
         if available > 0:
             return available
         # What running requests may still take is an estimate: a prompt that has begun may use it, or both would wait.
-        available = min(chunk_limit, int(self._available_and_evictable()))
+        available = min(chunk_limit, int(self.remaining_current))
         return available if available > 0 else None
 
 
@@ -39,8 +39,7 @@ def check_prefill(original: Callable[..., Any], adder: Any, req: Any, **demand: 
         # total_tokens: everything not on the device yet, a prefix to be restored among it, which stays whole.
         num_whole = max(0, len(req.full_untruncated_fill_ids) - req.prefix_len - num_prompt)
         num_new = max(0, demand["total_tokens"] - num_whole - num_prompt)
-        chunk = adder.rem_chunk_tokens or num_prompt
-        demand["total_tokens"] = num_whole + gating.peak_tokens(num_prompt, num_new, chunk)
+        demand["total_tokens"] = num_whole + gating.peak_tokens(num_prompt, num_new, gating.chunk_tokens or num_prompt)
     return original(adder, req, **demand)
 
 

@@ -94,7 +94,10 @@ class GatingCounters:
 
 
 class Gating:
-    """Scores, evicts and publishes the KV pairs of gated requests."""
+    """Scores, evicts and publishes the KV pairs of gated requests.
+
+    publisher: the tier, if there is one. chunk_tokens: most tokens of a prompt in one forward pass; None for all.
+    """
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class Gating:
         self.tables = PageTables(pool.cells, num_rows)
         self.states = HiddenStates(GateScorer(gates.gates, dtype), pool, num_rows, self.interval)
         self.publisher: Publisher | None = None
+        self.chunk_tokens: int | None = None
         self.counters = GatingCounters()
         self.namespace = _namespace(gates, self.budget, self.interval)
         self._kept_tokens = functools.lru_cache(maxsize=1 << 16)(self._count_kept)
@@ -244,9 +248,10 @@ class Gating:
         chunk: most tokens of a prompt in one forward pass, which are whole until it is over.
         """
         total = num_prompt + num_new
-        prefill = self._kept_tokens(_rounded(num_prompt), self.budget) + min(chunk, num_prompt)
-        decode = self._kept_tokens(_rounded(total), self.decode_budget) + self.interval
-        return max(min(num_prompt, prefill), min(total, decode))
+        kept = self._kept_tokens(_rounded(num_prompt), self.budget)
+        # A prompt's window may be wider than that of decoding, and is there until the first eviction of that.
+        decode = max(kept, self._kept_tokens(_rounded(total), self.decode_budget)) + self.interval
+        return max(min(num_prompt, kept + min(chunk, num_prompt)), min(total, decode))
 
     def growth_tokens(self, req: Any, num_new: float) -> float:
         """Tokens of memory that a running request may yet take for `num_new` more tokens; at most that number."""
@@ -278,7 +283,7 @@ class Gating:
         state.evicted_at = state.length
         target = budget.target_pairs(cells.num_layers, len(own), cells.num_kv_heads)
         if target >= len(own) * cells.cells_per_token:
-            state.held_pairs = len(own) * cells.cells_per_token
+            state.held_pairs = int(cells.alive(own).sum())
             return
         keep = keep_mask(self.pool.scores[:, own], budget, cells.alive(own))
         self._encode(req, state, state.length)

@@ -58,6 +58,8 @@ def enter_queue(scheduler: Any, req: Any, *_arguments: Any, **_options: Any) -> 
     """BEFORE hook on `Scheduler._add_request_to_queue(req)`, after which prefixes are matched."""
     gating = getattr(scheduler.token_to_kv_pool_allocator, "gating", None)
     if gating is not None:
+        chunk = scheduler.chunked_prefill_size
+        gating.chunk_tokens = chunk if chunk is not None and chunk > 0 else None
         gating.enter(req, publishes=gating.publisher is not None)
 
 
@@ -89,7 +91,9 @@ def uncached_sizes(result: tuple[int, int], checker: Any) -> tuple[int, int]:
         table[req.kv.req_pool_idx, req.kv.cache_protected_len : req.kv.kv_allocated_len]
         for req in checker._requests_owning_rows()
     ]
-    return private_tokens(allocator, rows), result[1]
+    # Where slots run out before memory does, what is free but has no slot is nobody's.
+    without_slot = allocator.pool.cells.free_tokens - allocator.available_size()
+    return private_tokens(allocator, rows) + without_slot, result[1]
 
 
 HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {

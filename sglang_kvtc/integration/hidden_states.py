@@ -115,11 +115,14 @@ class HiddenStates:
 def check_attention(name: str, attention: Any) -> None:
     """Raises UnsupportedError unless a layer attends causally to everything before it, as cells are read."""
     window = attention.sliding_window_size
+    kind = getattr(attention.attn_type, "value", attention.attn_type)
     found = {
         "sliding-window attention": window is not None and window > -1,
         "cross attention": attention.is_cross_attention,
-        f"{attention.attn_type} attention": getattr(attention.attn_type, "value", "decoder") != "decoder",
+        f"{kind} attention": kind != "decoder",
         "capped logits": bool(attention.logit_cap),
+        "chunked attention": attention.use_irope,
+        "a temperature by length": attention.xai_temperature_len > 0,
         "quantised KV": attention.k_scale is not None or attention.v_scale is not None,
     }
     for what, is_found in found.items():

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_kvtc.artifact.schema import Artifact
@@ -167,11 +168,14 @@ class KVTCRadixCache(UnifiedRadixCache):
                 self._tier.free(ids)
                 gating.counters.unpublished_requests += 1
                 return
-        result = self.tree_core.insert_host(node, key(start, start + len(ids)), torch.from_numpy(ids), [])
+        end = start + len(ids)
+        # A tree without storage reads none of these hashes, but it splits them with the node.
+        hashes = get_storage_hash_str(key(0, end), page_size=self.page_size)[start:]
+        result = self.tree_core.insert_host(node, key(start, end), torch.from_numpy(ids), hashes)
         self._apply_cache_actions(result.cache_actions)
         # The tree keeps what it has of the same tokens.
         self._tier.free(ids[: result.prefix_len])
-        gating.counters.published_tokens += len(ids)
+        gating.counters.published_tokens += len(ids) - result.prefix_len
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()

@@ -79,8 +79,8 @@ class CompressedTier:
         """Copy a node out and queue it for coding. Its slots may be reused as soon as this returns.
 
         slots: i64[num_tokens], in order of position. sidecar: u8[any, num_tokens, any], kept as it is until the tokens
-        are freed. make_room: evicts at least that many stored tokens and says
-        whether any went. Returns i64[num_tokens] ids, or None if there is no room; then nothing is kept.
+        are freed. make_room: evicts at least that many stored tokens and says whether any went. Returns i64[num_tokens]
+        ids, or None if there is no room; then nothing is kept.
         """
         chunks: list[StoredChunk] = []
         for tokens, kind in self.cost.segments(start_position, len(slots)):
@@ -167,9 +167,11 @@ class CompressedTier:
         """What `compress` was given beside these tokens, u8[any, len(ids), any]; None if any of them has nothing."""
         parts = []
         for segment in self.store.segments(ids):
-            if segment.chunk.sidecar is None:
+            # Read once: the worker may drop it meanwhile.
+            sidecar = segment.chunk.sidecar
+            if sidecar is None:
                 return None
-            parts.append(segment.chunk.sidecar[:, segment.tokens.start : segment.tokens.stop])
+            parts.append(sidecar[:, segment.tokens.start : segment.tokens.stop])
         return torch.cat(parts, dim=1) if parts else None
 
     def free(self, ids: Ids) -> int:

@@ -370,3 +370,21 @@ def test_a_decode_step_costs_the_same_in_a_pool_of_any_size_and_history() -> Non
         costs.append(elements_touched(pool))
     assert costs[0] == costs[1]
     assert costs[0]["elements"] < 40 * 4 * L * H
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_reset_pool_is_a_new_one(is_under_way: bool) -> None:
+    pool, new = pool_for(10), pool_for(10)
+    pool.allocate(slots_of(1, 2, 3, 9))
+    pool.allocate(slots_of(4, 5), as_runs=False)
+    if is_under_way:
+        pool.launch(3)
+    pool.evict(slots_of(2, 9), torch.zeros(L, 2, H, dtype=torch.bool))
+    pool.free(slots_of(1))
+    pool.reset()
+    assert_unchanged(pool, state(new))
+    for each in (pool, new):
+        assert each.allocate(slots_of(*range(1, 11)))
+    assert_unchanged(pool, state(new))
+    pool.advance(3)
+    assert_unchanged(pool, state(new))

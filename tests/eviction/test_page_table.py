@@ -278,3 +278,41 @@ def test_wrong_calls_are_named_and_change_nothing() -> None:
         tables.append([0], slots_of(4))
     with pytest.raises(ConfigError, match="page tables for 0 requests"):
         PageTables(pool, 0)
+
+
+def test_rows_are_known_until_they_are_discarded_or_all_are_cleared() -> None:
+    pool = pool_for(20)
+    tables = PageTables(pool, 3, keep_positions=True)
+    pool.allocate(slots_of(*range(1, 10)))
+    assert tables.is_known([0, 1, 2, 1]) == [False] * 4
+    tables.set(1, slots_of(1, 2, 3))
+    tables.set(2, slots_of())
+    assert tables.is_known([2, 0, 1]) == [True, False, True]
+    tables.discard(1)
+    tables.discard(0)
+    assert tables.is_known([0, 1, 2]) == [False, False, True]
+    with pytest.raises(CellPoolError, match="request 1 has no page table"):
+        tables.append([1], slots_of(4))
+    tables.set(1, slots_of(5, 6))
+    assert_batch(tables, pool, [1, 2], {1: [5, 6], 2: []})
+    tables.clear()
+    assert tables.is_known([0, 1, 2]) == [False] * 3
+    tables.set(0, slots_of(7, 8))
+    tables.append([0], slots_of(9))
+    assert_batch(tables, pool, [0], {0: [7, 8, 9]})
+    for call in (tables.discard, lambda row: tables.is_known([row])):
+        for row in (-1, 3):
+            with pytest.raises(CellPoolError, match=f"request {row} is not one of 0 to 2"):
+                call(row)
+
+
+def test_rows_that_come_and_go_leave_no_room_behind() -> None:
+    pool = pool_for(20)
+    tables = PageTables(pool, 2)
+    pool.allocate(slots_of(*range(1, 10)))
+    sizes = set()
+    for _ in range(300):
+        tables.set(0, slots_of(*range(1, 10)))
+        tables.discard(0)
+        sizes.add(len(tables.arena))
+    assert max(sizes) <= 4096

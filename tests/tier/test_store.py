@@ -182,3 +182,39 @@ def test_accounting_is_exact_after_any_operations(steps: list[tuple[str, int]]) 
     assert usage.frame_bytes == sum(sizes.values())
     assert usage.frame_tokens == sum(chunk.num_tokens for chunk in sizes)
     assert (usage.staged_chunks, usage.staged_bytes) == (len(staged), 100 * len(staged))
+
+
+def test_a_sidecar_is_counted_with_its_frame_until_the_last_token_is_freed() -> None:
+    store = FrameStore(10_000, 1_000)
+    assert store.reserve(200, timeout_s=0) is None
+    beside = torch.zeros(3, 10, 2, dtype=torch.uint8)
+    chunk = store.add(kv(10), FrameKind.CODED, 200, beside)
+    assert (chunk.stored_bytes, store.usage().frame_bytes) == (0, 0)
+    assert store.commit(chunk, b"x" * 40)
+    assert (chunk.stored_bytes, store.usage().frame_bytes) == (100, 100)
+    assert store.usage().frame_tokens == 10
+    store.free(ids_of(chunk)[:9])
+    assert store.usage().frame_bytes == 100 and chunk.sidecar is beside
+    store.free(ids_of(chunk)[9:])
+    assert store.usage().frame_bytes == 0 and chunk.sidecar is None
+
+
+@pytest.mark.parametrize("is_coded", [True, False])
+@pytest.mark.parametrize("end", ["invalidate", "clear", "free"])
+def test_a_sidecar_goes_with_its_chunk_however_that_ends(end: str, is_coded: bool) -> None:
+    store = FrameStore(10_000, 1_000)
+    assert store.reserve(200, timeout_s=0) is None
+    chunk = store.add(kv(10), FrameKind.CODED, 200, torch.zeros(3, 10, 2, dtype=torch.uint8))
+    if is_coded:
+        store.commit(chunk, b"x" * 40)
+    match end:
+        case "invalidate":
+            store.invalidate(chunk)
+        case "clear":
+            store.clear()
+        case _:
+            store.free(ids_of(chunk))
+    assert store.commit(chunk, b"late") is False
+    usage = store.usage()
+    assert (usage.frame_bytes, usage.frame_tokens, usage.staged_bytes, usage.staged_chunks) == (0, 0, 0, 0)
+    assert chunk.sidecar is None and chunk.stored_bytes == 0

@@ -13,7 +13,7 @@ from sglang_kvtc.artifact.schema import Artifact, ModelFingerprint, RopeSpec
 from sglang_kvtc.codec.codec import KVCodec
 from sglang_kvtc.config import CodecConfig, TierConfig
 from sglang_kvtc.errors import RestoreError
-from sglang_kvtc.tier.tier import CompressedTier
+from sglang_kvtc.tier.tier import MAX_FRAME_OVERHEAD, CompressedTier
 from sglang_kvtc.types import ModelGeometry
 
 GEOMETRY = ModelGeometry(num_layers=4, num_kv_heads=2, head_dim=8, v_head_dim=8, dtype="bfloat16")
@@ -262,3 +262,67 @@ def test_a_leak_02_ten_thousand_nodes_leave_no_memory_behind(harness: Harness) -
     usage = harness.tier.store.usage()
     assert (usage.live_tokens, usage.frames, usage.frame_bytes, usage.staged_bytes) == (0, 0, 0, 0)
     assert not harness.tier.store._chunks
+
+
+def sidecar_of(num_tokens: int) -> torch.Tensor:
+    return torch.randint(0, 256, (3, num_tokens, 2), generator=torch.Generator().manual_seed(1)).byte()
+
+
+def test_what_is_kept_beside_tokens_is_found_under_any_of_their_ids(harness: Harness) -> None:
+    """Chunks hold 64 tokens, so a request for ids is cut at 64, 128 and 192."""
+    beside = sidecar_of(200)
+    given = beside.clone()
+    ids = harness.tier.compress(torch.arange(200), 37, lambda _tokens: False, sidecar=given)
+    given.zero_()
+    for is_coded in (False, True):
+        if is_coded:
+            harness.tier.worker.drain()
+        for first, end in ((0, 200), (0, 1), (60, 70), (27, 91), (63, 193), (199, 200)):
+            assert torch.equal(harness.tier.sidecars(ids[first:end]), beside[:, first:end])
+        picked = np.array([3, 4, 5, 100, 7, 199])
+        assert torch.equal(harness.tier.sidecars(ids[picked]), beside[:, picked])
+    assert len({id(piece.chunk) for piece in harness.tier.store.segments(ids)}) > 2
+    assert harness.tier.sidecars(ids[:0]) is None
+
+
+def test_tokens_without_anything_beside_them_have_none_and_neither_has_a_request_over_them(harness: Harness) -> None:
+    plain = harness.compress(torch.arange(100))
+    beside = sidecar_of(100)
+    ids = harness.tier.compress(torch.arange(100), 0, lambda _tokens: False, sidecar=beside)
+    assert harness.tier.sidecars(plain) is None
+    assert harness.tier.sidecars(np.concatenate([ids, plain[:1]])) is None
+    assert torch.equal(harness.tier.sidecars(ids), beside)
+    lost = list(harness.tier.store.segments(ids))[-1]
+    harness.tier.store.invalidate(lost.chunk)
+    assert harness.tier.sidecars(ids) is None
+    assert torch.equal(harness.tier.sidecars(ids[: lost.offset]), beside[:, : lost.offset])
+
+
+def test_what_is_kept_beside_tokens_is_in_the_bytes_of_the_tier(harness: Harness) -> None:
+    plain = harness.compress(torch.arange(200))
+    harness.tier.worker.drain()
+    without = harness.tier.store.usage().frame_bytes
+    harness.tier.free(plain)
+    beside = sidecar_of(200)
+    ids = harness.tier.compress(torch.arange(200), 0, lambda _tokens: False, sidecar=beside)
+    harness.tier.worker.drain()
+    usage = harness.tier.store.usage()
+    assert (usage.frame_bytes, usage.frame_tokens) == (without + beside.nbytes, 200)
+    harness.tier.clear()
+    assert harness.tier.store.usage().frame_bytes == 0
+    with pytest.raises(KeyError):
+        harness.tier.sidecars(ids)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_staging_takes_what_is_kept_beside_tokens_into_account(harness: Harness, missing: int) -> None:
+    beside = sidecar_of(1)
+    one_token = GEOMETRY.bytes_per_token + MAX_FRAME_OVERHEAD + beside.nbytes
+    harness.tier.store.staging_bytes = one_token - missing
+    release = threading.Event()
+    encode = harness.tier.worker.codec.encode
+    harness.tier.worker.codec.encode = lambda *args: (release.wait(30), encode(*args))[1]  # type: ignore[method-assign]
+    ids = harness.tier.compress(torch.arange(1), 0, lambda _tokens: False, wait_s=0, sidecar=beside)
+    assert (ids is None) == bool(missing)
+    assert harness.tier.store.usage().staged_bytes == (0 if missing else one_token)
+    release.set()
