@@ -17,5 +17,5 @@ def encode_scores(scores: torch.Tensor) -> torch.Tensor:
 
 
 def decode_scores(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scores of codes u8: at most 2.2% off before they are rounded to `dtype`, and 2^-15.94 for all that were smaller."""
+    """Scores of codes u8: 2.2% off at most, before they are rounded to `dtype`; all smaller than 2^-15.94 are that."""
     return ((codes.float() - 255) / STEPS).exp2_().to(dtype)

@@ -189,19 +189,3 @@ def test_an_aborted_request_leaves_nothing_stored_twice(server: Server, prompts:
     stored = server.process.wait_encoded()["live_tokens"]
     hit = server.generate(prompts[5][:PROMPT], 2).cached_compressed
     assert hit in (0, PROMPT - 1) and stored >= hit
-
-
-def test_a_full_arena_costs_hits_and_nothing_else(
-    start_server: Callable[..., Server], artifact: Path, gates: Path, prompts: list[list[int]]
-) -> None:
-    small = CONFIG + "arena_bytes = 4000000\nstaging_bytes = 3000000\n"
-    server = start_server(artifact, small, *flags("--kvtc-gates", str(gates), "--kvtc-keep", "0.3"))
-    try:
-        for prompt in prompts[:3]:
-            assert len(server.generate(prompt[:PROMPT], 4).output_ids) == 4
-        eviction, tier = server.process.eviction_stats(), server.process.wait_encoded()
-        assert eviction["unpublished_requests"] >= 1
-        assert tier["frame_bytes"] + tier["staged_bytes"] <= 4_000_000
-        assert (eviction["used_cells"], eviction["free_tokens"]) == (0, POOL)
-    finally:
-        server.process.stop()
