@@ -14,9 +14,6 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, r
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_kvtc.errors import UnsupportedError
-from sglang_kvtc.eviction.attention import decode_attention, extend_attention
-from sglang_kvtc.eviction.cell_lists import Scratch
-from sglang_kvtc.eviction.page_table import PageTable
 from sglang_kvtc.integration.cell_pool import CellKVPool
 from sglang_kvtc.integration.gating import Gating
 
@@ -35,10 +32,9 @@ class CellAttentionBackend(TorchNativeAttnBackend):
         super().__init__(runner)
         self._pool: CellKVPool = self.token_to_kv_pool
         self._gating = Gating.of_runner(runner)
-        self._scratch = Scratch()
-        self._tables: list[PageTable] = []
+        # Of the forward pass under way, by layer: what attention reads, and where K and V of the new tokens go.
+        self._lists: list[Any] = []
         self._cells = torch.empty(0)
-        self._new_lens: list[int] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -48,8 +44,8 @@ class CellAttentionBackend(TorchNativeAttnBackend):
         lengths = forward_batch.seq_lens.tolist()
         slots = forward_batch.out_cache_loc.long()
         is_decode = forward_batch.forward_mode.is_decode()
-        self._new_lens = [1] * len(rows) if is_decode else forward_batch.extend_seq_lens.tolist()
-        self._tables = self._gating.page_tables(rows, lengths, slots, is_decode=is_decode)
+        new_lens = None if is_decode else forward_batch.extend_seq_lens.tolist()
+        self._lists = self._gating.lists(rows, lengths, slots, new_lens)
         self._cells = self._pool.cells_of(slots)
         positions = [length - 1 for length in lengths] if is_decode else None
         self._gating.states.start(rows, positions, slots)
@@ -63,19 +59,7 @@ class CellAttentionBackend(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        queries, out, table = self._enter(q, k, v, layer, save_kv_cache)
-        extend_attention(
-            queries,
-            self._pool.k_cells,
-            self._pool.v_cells,
-            table.kv_indptr,
-            table.kv_indices,
-            self._new_lens,
-            layer.scaling,
-            out=out,
-            scratch=self._scratch,
-        )
-        return out.flatten(1)
+        return self._attend(self._gating.attention.extend, q, k, v, layer, save_kv_cache)
 
     def forward_decode(
         self,
@@ -86,34 +70,29 @@ class CellAttentionBackend(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        queries, out, table = self._enter(q, k, v, layer, save_kv_cache)
-        decode_attention(
-            queries,
-            self._pool.k_cells,
-            self._pool.v_cells,
-            table.kv_indptr,
-            table.kv_indices,
-            layer.scaling,
-            out=out,
-            scratch=self._scratch,
-        )
-        return out.flatten(1)
+        return self._attend(self._gating.attention.decode, q, k, v, layer, save_kv_cache)
 
-    def _enter(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, save_kv_cache: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, PageTable]:
+    def _attend(
+        self,
+        attention: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
         if not save_kv_cache or k is None:
             raise UnsupportedError(f"layer {layer.layer_id} shares the KV of another layer: use a server without gates")
-        index = layer.layer_id - self._pool.start_layer
-        self._pool.wait_layer(layer.layer_id)
-        self._pool.store(
+        pool, index = self._pool, layer.layer_id - self._pool.start_layer
+        pool.wait_layer(layer.layer_id)
+        pool.store(
             self._cells[index],
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty((len(queries), layer.tp_q_head_num, layer.v_head_dim))
-        return queries, out, self._tables[index]
+        attended = attention(queries, pool.k_cells, pool.v_cells, self._lists[index], layer.scaling)
+        return attended.flatten(1)
 
 
 def register() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from sglang_kvtc.config import EvictionConfig
 from sglang_kvtc.eviction.budget import DECODE_WINDOW, Budget
-from sglang_kvtc.eviction.page_table import PageTable, PageTables
+from sglang_kvtc.eviction.page_table import PageTables
 from sglang_kvtc.eviction.score_codes import decode_scores, encode_scores
 from sglang_kvtc.eviction.select import keep_mask
 from sglang_kvtc.gates.io import GateFile
@@ -30,6 +30,7 @@ from sglang_kvtc.integration.cell_pool import CellKVPool
 from sglang_kvtc.integration.eviction_options import budget_of, describe_budget, load_gates_for
 from sglang_kvtc.integration.flags import config_of
 from sglang_kvtc.integration.hidden_states import HiddenStates
+from sglang_kvtc.kernels.attention import resolve_backend
 from sglang_kvtc.tier.store import Ids
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Gating:
         self._req_to_token = req_to_token
         num_rows = len(req_to_token)
         self.tables = PageTables(pool.cells, num_rows)
+        self.attention = resolve_backend("auto", pool.device)
         self.states = HiddenStates(GateScorer(gates.gates, dtype), pool, num_rows, self.interval)
         self.publisher: Publisher | None = None
         self.chunk_tokens: int | None = None
@@ -144,9 +146,10 @@ class Gating:
         cells = self.pool.cells
         return (
             f"kvtc: gated eviction, gates {config.gates} ({self.gates.digest.hex()[:12]}), "
-            f"{describe_budget(self.budget)}, every {self.interval} decoded tokens, {self.pool.size} tokens of memory "
-            f"in {cells.num_cells} cells, {self.pool.num_slots - 1} slots, {self.pool.overhead_bytes} bytes of tables "
-            f"and scores beside {sum(self.pool.get_kv_size_bytes())} bytes of KV, attention backend torch"
+            f"{describe_budget(self.budget)}, every {self.interval} decoded tokens, attention backend "
+            f"{self.attention.name}, {self.pool.size} tokens of memory in {cells.num_cells} cells, "
+            f"{self.pool.num_slots - 1} slots, {self.pool.overhead_bytes} bytes of tables and scores beside "
+            f"{sum(self.pool.get_kv_size_bytes())} bytes of KV"
         )
 
     def enter(self, req: Any, *, publishes: bool) -> None:
@@ -184,18 +187,20 @@ class Gating:
             if is_prompt or length - state.evicted_at >= self.interval:
                 self._evict(req, state, self.budget if is_prompt else self.decode_budget)
 
-    def page_tables(
-        self, rows: list[int], lengths: list[int], slots: torch.Tensor, *, is_decode: bool
-    ) -> list[PageTable]:
-        """Page tables of a batch in each layer, with the new tokens in slots i64[num_new_tokens] already listed."""
-        known = self.tables.is_known(rows) if is_decode else [False] * len(rows)
+    def lists(self, rows: list[int], lengths: list[int], slots: torch.Tensor, new_lens: list[int] | None) -> list[Any]:
+        """What the attention backend reads of a batch, one entry per layer, new tokens included.
+
+        rows, lengths: of each request. slots: i64[num_new_tokens]. new_lens: new tokens of each request; None for one
+        each, in a decode step.
+        """
+        known = self.tables.is_known(rows) if new_lens is None else [False] * len(rows)
         grown = [index for index, is_known in enumerate(known) if is_known]
         if grown:
             self.tables.append([rows[index] for index in grown], slots[grown] if len(grown) < len(rows) else slots)
         for row, length, is_known in zip(rows, lengths, known, strict=True):
             if not is_known:
                 self.tables.set(row, self._slots(row, 0, length))
-        return self.tables.batches(rows)
+        return self.attention.lists(self.tables, rows, new_lens)
 
     def restore_into(self, req: Any, slots: torch.Tensor, scores: torch.Tensor | None) -> None:
         """Give a request a stored prefix as its own. It is whole at first, and evicted from like the rest.

@@ -101,6 +101,15 @@ def test_more_requests_count_less_where_tables_took_memory() -> None:
     assert [row["in_use_per_prompt_token"] for row in rows] == [1, 0.3]
 
 
+def test_upkeep_is_a_share_of_the_step_it_is_in() -> None:
+    steps_s = {("stock", 8): 0.04, ("keep 1", 8): 0.05}
+    rows = live_servers.overhead_rows(steps_s, {("keep 1", 8): {"tables_ms": 0.7, "evict_ms": 0.3}}, 1000)
+    assert [row["step_over_stock"] for row in rows] == [1, 1.25]
+    assert "upkeep_ms" not in rows[0]
+    assert (rows[1]["upkeep_ms"], rows[1]["upkeep_share"]) == (1, pytest.approx(0.02))
+    assert (rows[1]["tables_ms"], rows[1]["evict_ms"]) == (0.7, 0.3)
+
+
 def test_buffered_hidden_states_are_counted() -> None:
     assert live_servers.buffer_bytes(gate_file(), GEOMETRY) == 128 * 2 * 16 * 2
 

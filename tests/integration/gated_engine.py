@@ -173,7 +173,7 @@ class Engine:
         gating, rows = self.gating, [req.kv.req_pool_idx for req in reqs]
         gating.before_batch(reqs)
         lengths = [req.kv.kv_allocated_len for req in reqs]
-        tables = gating.page_tables(rows, lengths, slots, is_decode=counts is None)
+        tables = [of.table for of in gating.lists(rows, lengths, slots, counts)]
         gating.states.start(rows, None if counts else [length - 1 for length in lengths], slots)
         self.model.run(torch.randn(L, len(slots), FEATURES, generator=self.noise))
         for layer in range(L):
