@@ -17,6 +17,7 @@ from typing import Protocol, cast
 ROUTINES = (
     "allocate",
     "codec",
+    "eviction",
     "gates",
     "gate-ablations",
     "gate-parity",

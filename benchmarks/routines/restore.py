@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +16,11 @@ from sglang_kvtc.benchmarks.prompts import builtin_prompts
 from sglang_kvtc.calibrate.demo_artifact import demo_artifact
 from sglang_kvtc.calibrate.demo_model import demo_model_dir
 from sglang_kvtc.cli.progress import TerminalProgress
-from sglang_kvtc.cli.server_process import CPU_FLAGS, ServerError, ServerProcess
+from sglang_kvtc.cli.server_process import ServerError, ServerProcess, temporary_server
 
 HELP = "time to first token with a restored prefix against recomputing it, on a live server"
 
 STALE_AFTER_S = 0.2
-COMPRESS_TIMEOUT_S = 120.0
 
 STAGES = ("open_s", "reconstruct_s", "scatter_s")
 """Seconds of the worker per restore: entropy decoding, unpacking and dequantising; projection and rotation; writing
@@ -39,23 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     model_dir = demo_model_dir()
     artifact = demo_artifact(TerminalProgress())
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "kvtc.toml"
-        config.write_text(
-            f"[codec]\ntarget_ratio = {args.ratio}\n[tier]\nstale_after_s = {STALE_AFTER_S}\nstale_min_usage = 0.0\n"
-        )
-        server = ServerProcess(
-            model_dir,
-            [
-                *CPU_FLAGS,
-                *("--max-total-tokens", str(2 * max(args.prefix_tokens) + 1024)),
-                *("--enable-kvtc", "--kvtc-artifact", str(artifact), "--kvtc-config", str(config)),
-            ],
-            log_path=Path(folder) / "server.log",
-        )
-        with server:
-            server.generate(builtin_prompts(model_dir, 1, 256, skip=1000)[0])
-            return [_measure(server, model_dir, tokens, args.repeats) for tokens in args.prefix_tokens]
+    tier = f"[tier]\nstale_after_s = {STALE_AFTER_S}\nstale_min_usage = 0.0\n"
+    server = temporary_server(
+        model_dir,
+        *("--max-total-tokens", str(2 * max(args.prefix_tokens) + 1024)),
+        config=f"[codec]\ntarget_ratio = {args.ratio}\n{tier}",
+        artifact=artifact,
+    )
+    with server as process:
+        process.generate(builtin_prompts(model_dir, 1, 256, skip=1000)[0])
+        return [_measure(process, model_dir, tokens, args.repeats) for tokens in args.prefix_tokens]
 
 
 def _measure(server: ServerProcess, model_dir: Path, prefix_tokens: int, repeats: int) -> dict[str, object]:
@@ -64,7 +54,7 @@ def _measure(server: ServerProcess, model_dir: Path, prefix_tokens: int, repeats
     for prompt in builtin_prompts(model_dir, repeats, prefix_tokens + 1):
         server.flush()
         recomputed.append(server.generate(prompt, max_new_tokens=1).ttft_s)
-        _wait_compressed(server, prefix_tokens)
+        server.wait_compressed(prefix_tokens)
         before = server.tier_stats()
         hit = server.generate(prompt, max_new_tokens=1)
         if hit.cached_compressed < prefix_tokens - 1:
@@ -82,17 +72,6 @@ def _measure(server: ServerProcess, model_dir: Path, prefix_tokens: int, repeats
         "ttft_device_hit_s": _median(device),
         **stages,
     }
-
-
-def _wait_compressed(server: ServerProcess, prefix_tokens: int) -> None:
-    """Wait until the idle server has compressed everything and its encoder is done."""
-    deadline = time.monotonic() + COMPRESS_TIMEOUT_S
-    while time.monotonic() < deadline:
-        stats = server.tier_stats()
-        if stats["live_tokens"] >= prefix_tokens and not stats["staged_chunks"]:
-            return
-        time.sleep(0.1)
-    raise ServerError(f"the prefix was not compressed within {COMPRESS_TIMEOUT_S:.0f} s")
 
 
 def _median(values: Sequence[float]) -> float:
