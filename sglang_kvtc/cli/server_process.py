@@ -101,6 +101,15 @@ class ServerProcess:
                 env={**os.environ, **self.env},
                 start_new_session=True,
             )
+        try:
+            return self._wait_ready(timeout_s)
+        except BaseException:
+            # An interrupt, too: nobody else would end the server.
+            self.stop()
+            raise
+
+    def _wait_ready(self, timeout_s: float) -> ServerProcess:
+        assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -109,7 +118,6 @@ class ServerProcess:
                 if requests.get(f"{self.url}/health", timeout=30).ok:
                     return self
             time.sleep(0.5)
-        self.stop()
         raise ServerError(f"the server did not answer within {timeout_s:.0f} s:\n{self.log_tail()}")
 
     def stop(self) -> None:
