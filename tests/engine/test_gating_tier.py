@@ -57,7 +57,11 @@ def predicted_by_the_tier_alone(
     return answers
 
 
-@pytest.fixture(scope="module", params=["rust", "python"])
+on_both_cores = pytest.mark.parametrize("server", ["rust", "python"], indirect=True)
+on_one_core = pytest.mark.parametrize("server", ["rust"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def server(
     request: pytest.FixtureRequest, start_server: Callable[..., Server], artifact: Path, gates: Path
 ) -> Iterator[Server]:
@@ -89,6 +93,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert (tier["live_tokens"], tier["frame_bytes"], tier["staged_bytes"]) == (0, 0, 0)
 
 
+@on_both_cores
 def test_b_ev_20_turn_two_hits_all_that_turn_one_published(server: Server, prompts: list[list[int]]) -> None:
     """Everything but the last token, whose KV was never computed; over three turns and a decode eviction."""
     text, earlier = prompts[0][:PROMPT], list[int]()
@@ -106,6 +111,7 @@ def test_b_ev_20_turn_two_hits_all_that_turn_one_published(server: Server, promp
     assert server.process.wait_encoded()["live_tokens"] == len(earlier) - 1
 
 
+@on_one_core
 def test_restored_prompts_predict_what_the_tier_alone_predicts(
     server: Server, prompts: list[list[int]], predicted_by_the_tier_alone: list[list[int]]
 ) -> None:
@@ -120,6 +126,7 @@ def test_restored_prompts_predict_what_the_tier_alone_predicts(
     assert total == 3 * CONTINUATION and agreed >= 0.95 * total
 
 
+@on_both_cores
 def test_b_ev_05_neither_kind_of_request_is_served_what_the_other_published(
     server: Server, prompts: list[list[int]]
 ) -> None:
@@ -137,6 +144,7 @@ def test_b_ev_05_neither_kind_of_request_is_served_what_the_other_published(
     assert again.cached_device == PROMPT
 
 
+@on_one_core
 def test_b_ev_05_requests_that_share_a_stored_prefix_do_not_change_one_another(
     server: Server, prompts: list[list[int]]
 ) -> None:
@@ -164,6 +172,7 @@ def test_b_ev_05_requests_that_share_a_stored_prefix_do_not_change_one_another(
     assert after.output_ids[:8] == alone.output_ids[:8]
 
 
+@on_one_core
 def test_a_damaged_frame_is_a_miss_for_a_gated_request(server: Server, prompts: list[list[int]]) -> None:
     prompt = prompts[4][:PROMPT]
     fresh = server.generate(prompt, 8)
@@ -174,6 +183,7 @@ def test_a_damaged_frame_is_a_miss_for_a_gated_request(server: Server, prompts: 
     assert answer.output_ids == fresh.output_ids
 
 
+@on_one_core
 def test_an_aborted_request_leaves_nothing_stored_twice(server: Server, prompts: list[list[int]]) -> None:
     def ask() -> None:
         try:
