@@ -125,6 +125,11 @@ class CellPool:
         return self._free // self.cells_per_token
 
     @property
+    def book_bytes(self) -> int:
+        """Memory of the table and of everything else the pool keeps beside K and V."""
+        return sum(books.nbytes for books in (self.table, self._ring, self._is_owned, self._scratch))
+
+    @property
     def used_cells(self) -> int:
         """Cells that hold pairs, those of the padding slot not counted."""
         return self._used

@@ -217,14 +217,16 @@ class PageTables:
         torch.cumsum(lengths, 1, out=indptr[:, 1:])
         places = self._spread(starts.flatten(), lengths.flatten())
         # Along one dimension: several times faster than by an index of all.
-        listed = torch.stack([entries.index_select(0, places) for entries in self._store])
+        sizes = indptr[:, -1].tolist()
+        cells, *positions = (entries.index_select(0, places).split(sizes) for entries in self._store)
         return [
-            PageTable(kv_indptr, entries[0], last, host, entries[1] if len(entries) > 1 else None)
-            for kv_indptr, entries, last, host in zip(
+            PageTable(kv_indptr, of_layer, last, host, at[0] if at else None)
+            for kv_indptr, of_layer, last, host, *at in zip(
                 self._to_device(indptr),
-                listed.split(indptr[:, -1].tolist(), dim=1),
+                cells,
                 self._to_device(lengths.clamp(max=1).int()),
                 indptr,
+                *positions,
                 strict=True,
             )
         ]

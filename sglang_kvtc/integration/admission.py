@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from sglang_kvtc.integration.gating import STATE
+from sglang_kvtc.integration.gating import STATE, gating_of
 
 CHECK_TARGET = "sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget"
 GROWTH_TARGET = "sglang.srt.managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset"
@@ -33,7 +33,7 @@ class CellPrefillBudget(PrefillBudget):
 
 def check_prefill(original: Callable[..., Any], adder: Any, req: Any, **demand: Any) -> Any:
     """AROUND hook on `PrefillAdder._check_prefill_budget(req, *, extend_input_len, total_tokens, ...)`."""
-    gating = getattr(adder.token_to_kv_pool_allocator, "gating", None)
+    gating = gating_of(adder.token_to_kv_pool_allocator)
     if gating is not None and hasattr(req, STATE):
         num_prompt = demand["extend_input_len"]
         # total_tokens: everything not on the device yet, a prefix to be restored among it, which stays whole.
@@ -46,5 +46,5 @@ def check_prefill(original: Callable[..., Any], adder: Any, req: Any, **demand: 
 def running_growth(original: Callable[..., float], adder: Any, req: Any) -> float:
     """AROUND hook on `PrefillAdder._get_running_request_total_token_offset(req)`."""
     num_new = original(adder, req)
-    gating = getattr(adder.token_to_kv_pool_allocator, "gating", None)
+    gating = gating_of(adder.token_to_kv_pool_allocator)
     return num_new if gating is None else gating.growth_tokens(req, num_new)

@@ -56,8 +56,7 @@ class CellKVPool(MHATokenToKVPool):
     @property
     def overhead_bytes(self) -> int:
         """Memory of table, scores and the pool's books (eviction.cells)."""
-        books = 4 * (self.cells.num_cells - self.cells.cells_per_token) + 9 * self.num_slots
-        return self.cells.table.nbytes + self.scores.nbytes + books
+        return self.cells.book_bytes + self.scores.nbytes
 
     def wait_layer(self, layer_id: int) -> None:
         """Wait for a restore that still writes this layer; what SGLang's accessors of the buffers do first."""

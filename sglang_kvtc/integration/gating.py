@@ -326,6 +326,11 @@ class Gating:
         return min(num_tokens, -(-pairs // cells.cells_per_token))
 
 
+def gating_of(allocator: Any) -> Gating | None:
+    """What evicts from the slots of an allocator of SGLang; None for a stock one."""
+    return getattr(allocator, "gating", None)
+
+
 def _shape_of(runner: Any, pool: CellKVPool) -> GateShape:
     config = runner.model_config
     return GateShape(pool.layer_num, config.hidden_size, pool.head_num, config.num_attention_heads // pool.head_num)

@@ -15,6 +15,7 @@ from sglang_kvtc.errors import UnsupportedError
 from sglang_kvtc.integration import admission, cell_attention, compat, flags
 from sglang_kvtc.integration.cell_pool import CellAllocator, CellKVPool, private_tokens
 from sglang_kvtc.integration.eviction_options import slots_per_token
+from sglang_kvtc.integration.gating import gating_of
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -56,7 +57,7 @@ def build_allocator(original: Callable[..., Any], configurator: Any, **arguments
 
 def enter_queue(scheduler: Any, req: Any, *_arguments: Any, **_options: Any) -> None:
     """BEFORE hook on `Scheduler._add_request_to_queue(req)`, after which prefixes are matched."""
-    gating = getattr(scheduler.token_to_kv_pool_allocator, "gating", None)
+    gating = gating_of(scheduler.token_to_kv_pool_allocator)
     if gating is not None:
         chunk = scheduler.chunked_prefill_size
         gating.chunk_tokens = chunk if chunk is not None and chunk > 0 else None
@@ -65,7 +66,7 @@ def enter_queue(scheduler: Any, req: Any, *_arguments: Any, **_options: Any) -> 
 
 def around_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
     """AROUND hook on `Scheduler.run_batch(batch)`."""
-    gating = getattr(scheduler.token_to_kv_pool_allocator, "gating", None)
+    gating = gating_of(scheduler.token_to_kv_pool_allocator)
     if gating is None or batch.forward_mode.is_idle():
         return original(scheduler, batch, *arguments, **options)
     gating.before_batch(batch.reqs)

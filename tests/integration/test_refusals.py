@@ -132,11 +132,7 @@ def test_a_side_02_b_ev_22_an_unsupported_setting_is_refused_by_name(
     assert named in refusal(parser, "--enable-kvtc", "--kvtc-artifact", str(artifact), *flags)
 
 
-def test_a_side_01_speculative_decoding_is_refused(parser: argparse.ArgumentParser, artifact: Path) -> None:
-    args = launch(parser, "--enable-kvtc", "--kvtc-artifact", str(artifact))
-    for name, accepted, _advice in compat._REFUSED_SETTINGS:
-        assert getattr(args, name) in accepted
-
+def refuse_speculation(args: ServerArgs) -> None:
     class Speculative:
         speculative_algorithm = "EAGLE"
 
@@ -145,6 +141,13 @@ def test_a_side_01_speculative_decoding_is_refused(parser: argparse.ArgumentPars
 
     with pytest.raises(UnsupportedError, match="speculative_algorithm='EAGLE'"):
         compat.check_settings(Speculative(), config_of(args))
+
+
+def test_a_side_01_speculative_decoding_is_refused(parser: argparse.ArgumentParser, artifact: Path) -> None:
+    args = launch(parser, "--enable-kvtc", "--kvtc-artifact", str(artifact))
+    for name, accepted, _advice in compat._REFUSED_SETTINGS:
+        assert getattr(args, name) in accepted
+    refuse_speculation(args)
 
 
 def test_another_engine_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,15 +213,7 @@ def test_b_ev_22_what_gating_cannot_serve_is_refused_by_name(
 
 def test_b_ev_15_speculative_decoding_with_gates_is_refused(parser: argparse.ArgumentParser, gates: Path) -> None:
     args = launch(parser, *GATED, "--kvtc-gates", str(gates))
-
-    class Speculative:
-        speculative_algorithm = "EAGLE"
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(args, name)
-
-    with pytest.raises(UnsupportedError, match="speculative_algorithm='EAGLE'"):
-        compat.check_settings(Speculative(), config_of(args))
+    refuse_speculation(args)
 
 
 def test_b_ev_19_evicting_nearly_everything_needs_an_explicit_override(
