@@ -20,6 +20,8 @@ PLAN = plan_code(16)
 K_WIDTHS = np.repeat(np.array([8, 5, 4, 4, 3, 2, 0, 1], np.uint8), 4)
 V_WIDTHS = np.repeat(np.array([3, 2, 1], np.uint8), 4)
 
+CODERS = ("identity", "deflate", "zstd")
+
 Sections = dict[SectionId, bytes | npt.NDArray[Any]]
 
 
@@ -64,8 +66,10 @@ def sections(kind: FrameKind, num_tokens: int = 24, seed: int = 0) -> Sections:
     return content
 
 
-def frame(kind: FrameKind, num_tokens: int = 24, start_position: int = 512, seed: int = 0) -> bytes:
-    return write_frame(header(kind, num_tokens, start_position), sections(kind, num_tokens, seed), "deflate", 6)
+def frame(
+    kind: FrameKind, num_tokens: int = 24, start_position: int = 512, seed: int = 0, coder: str = "deflate"
+) -> bytes:
+    return write_frame(header(kind, num_tokens, start_position), sections(kind, num_tokens, seed), coder, 6)
 
 
 def expectation(of: FrameHeader | bytes) -> FrameExpectation:
