@@ -27,6 +27,7 @@ from sglang_kvtc.calibrate.demo_model import default_cache_dir, demo_model_dir
 from sglang_kvtc.distill.distillation import Distillation
 from sglang_kvtc.errors import ConfigError, KVTCError
 from sglang_kvtc.gates.model import GateConfig, GateInput, GateKind, Gates, new_gates
+from sglang_kvtc.gates.pass_score import PassScorer
 from sglang_kvtc.gates.score import BACKENDS, GateScorer
 
 HELP = "time of scoring a chunk and of scoring buffered states, next to the model's forward pass"
@@ -89,6 +90,7 @@ def _measure(args: argparse.Namespace) -> list[dict[str, object]]:
         "buffered, all layers": (buffered.shape[1], all_buffered),
     }
     scorers = [GateScorer(gates, DTYPES[args.dtype], backend) for backend in BACKENDS]
+    inside = {scorer.backend: PassScorer(scorer) for scorer in scorers}
     differences = {scorer.backend: _largest_difference(gates, scorer, states) for scorer in scorers}
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     forward_times: list[float] = []
@@ -96,8 +98,8 @@ def _measure(args: argparse.Namespace) -> list[dict[str, object]]:
         measured: dict[tuple[str, str], float] = {}
         forward_s = _seconds(forward)
         for scorer in scorers:
-            # As while serving: states are scored before attention, when they are in the caches.
-            measured[scorer.backend, INSIDE] = _scoring_inside(model, scorer, forward, out)
+            # As while serving, between the large operations of a pass.
+            measured[scorer.backend, INSIDE] = _scoring_inside(model, inside[scorer.backend], forward)
             for name, (_, case) in cases.items():
                 measured[scorer.backend, name] = _seconds(functools.partial(case, scorer))
         if repeat >= WARM_UP:
@@ -132,17 +134,17 @@ def _seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _scoring_inside(model: Any, scorer: GateScorer, forward: Callable[[], object], out: torch.Tensor) -> float:
-    """Seconds of a forward pass that go into scoring each layer's states as they enter attention."""
+def _scoring_inside(model: Any, scorer: PassScorer, forward: Callable[[], object]) -> float:
+    """Seconds of a forward pass that go into scoring its states, as the server does it."""
     seconds = 0.0
 
     def receive(layer: int, states: torch.Tensor) -> None:
         nonlocal seconds
-        seconds += _seconds(lambda: scorer.score(layer, states, out=out[layer]))
+        seconds += _seconds(lambda: scorer.add(layer, states))
 
     with attention_inputs(model, receive):
         forward()
-    return seconds
+    return seconds + _seconds(scorer.finish)
 
 
 def _text(tokenizer: Any, num_tokens: int) -> list[int]:

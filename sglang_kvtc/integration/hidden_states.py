@@ -1,7 +1,8 @@
 """Catches the hidden states that enter each layer's attention and turns them into scores of the gates.
 
-New tokens of a prompt are scored layer by layer while they are computed. A decode step only copies its states: they
-are scored together when an eviction falls due, in one call for all layers (Fast KVzip, section "Inference").
+New tokens of a prompt are scored within the pass that computes them (gates.pass_score). A decode step only copies its
+states: they are scored together when an eviction falls due, in one call for all layers (Fast KVzip, section
+"Inference").
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_kvtc.errors import UnsupportedError
+from sglang_kvtc.gates.pass_score import PassScorer
 from sglang_kvtc.gates.score import GateScorer
 from sglang_kvtc.integration.cell_pool import SCORE_DTYPE, CellKVPool
 
@@ -28,6 +30,7 @@ class HiddenStates:
     def __init__(self, scorer: GateScorer, pool: CellKVPool, num_rows: int, interval: int) -> None:
         """interval: most tokens of one row between two calls of `score_pending`."""
         self._scorer, self._pool, self._interval = scorer, pool, interval
+        self._pass = PassScorer(scorer)
         config = scorer.config
         # Untouched memory is not backed by the operating system.
         self._states = torch.empty(
@@ -66,6 +69,7 @@ class HiddenStates:
         then all are scored at once. slots: i64[num_new_tokens].
         """
         self._slots = self._places = self._picked = None
+        self._pass.discard()
         if self.rows.isdisjoint(rows):
             return
         if positions is None:
@@ -105,8 +109,9 @@ class HiddenStates:
         states: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
         layer = module.attn.layer_id - self._pool.start_layer
         if self._slots is not None:
-            scores = self._scorer.score(layer, states)
-            self._pool.scores[layer].index_copy_(0, self._slots, scores.to(SCORE_DTYPE))
+            self._pass.add(layer, states)
+            if layer == self._pool.layer_num - 1:
+                self._pool.scores.index_copy_(1, self._slots, self._pass.finish().to(SCORE_DTYPE))
         elif self._places is not None:
             states = states if self._picked is None else states[self._picked]
             self._states[layer].index_copy_(0, self._places, states.to(self._states.dtype))
