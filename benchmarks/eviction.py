@@ -6,14 +6,13 @@ head) pairs only. Evicted pairs are masked out exactly, and every token keeps it
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_kvtc.benchmarks.harness import Change
+from sglang_kvtc.benchmarks.harness import Change, standard_error
 from sglang_kvtc.calibrate.attention_hook import attention_by, attention_inputs, causal_attention
 from sglang_kvtc.calibrate.causal_lm import continue_from, prefill
 
@@ -103,10 +102,3 @@ def continuation(model: Any, context: Context, kept: torch.Tensor, token_ids: Se
 def kl_standard_error(changes: Sequence[Change]) -> float | None:
     """Standard error, over documents, of the mean KL per token; None for a single document."""
     return standard_error([change.kl / change.num_tokens for change in changes])
-
-
-def standard_error(samples: Sequence[float]) -> float | None:
-    """Standard error of the mean of independent samples; None when there are fewer than two."""
-    if len(samples) < 2:
-        return None
-    return float(statistics.stdev(samples) / len(samples) ** 0.5)

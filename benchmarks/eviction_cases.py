@@ -22,9 +22,8 @@ from sglang_kvtc.benchmarks.eviction import (
     continuation,
     kl_standard_error,
     prefill_context,
-    standard_error,
 )
-from sglang_kvtc.benchmarks.harness import Change, compare, first_sequences, log_probs, means
+from sglang_kvtc.benchmarks.harness import Change, compare, first_sequences, log_probs, means, standard_error
 from sglang_kvtc.benchmarks.outside import OutsidePresses
 from sglang_kvtc.benchmarks.retrieval import RetrievalTask, count_correct, retrieval_tasks
 from sglang_kvtc.calibrate.corpus import BUILTIN, TokenSequence, read_documents, split_documents

@@ -6,6 +6,7 @@ its sinks and its last tokens stay as they are; the suffix is then teacher-force
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,29 @@ class Change:
     kl: float
     nll_increase: float
     top1_equal: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionChanges:
+    """How far a model's output moved after every token of one suffix: tensors over its tokens.
+
+    kl: f32[num_tokens], in nats. nll: f32[num_tokens - 1], of the reference, of each token after the first, in nats;
+    nll_increase: beside it. top1_equal: bool[num_tokens], whether both expect the same.
+    """
+
+    kl: torch.Tensor
+    nll: torch.Tensor
+    nll_increase: torch.Tensor
+    top1_equal: torch.Tensor
+
+    def sums(self) -> Change:
+        """The change on the whole suffix."""
+        return Change(
+            num_tokens=len(self.kl),
+            kl=float(self.kl.sum()),
+            nll_increase=float(self.nll_increase.sum()),
+            top1_equal=int(self.top1_equal.sum()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +129,25 @@ def first_sequences(
     return sequences
 
 
-def evaluate(model: Any, passage: Passage, method: Method) -> Quality:
-    """Code the middle of the prefix with `method` and compare what the model says about the suffix."""
-    stop = passage.keys.shape[1] - WINDOW_TOKENS
-    middle = slice(SINK_TOKENS, stop)
-    coded = method(passage.keys[:, middle], passage.values[:, middle], SINK_TOKENS)
+def evaluate(
+    model: Any,
+    passage: Passage,
+    method: Method,
+    *,
+    sink_tokens: int = SINK_TOKENS,
+    window_tokens: int = WINDOW_TOKENS,
+) -> Quality:
+    """Code the prefix with `method`, except sinks and window, and compare what the model says about the suffix."""
+    stop = passage.keys.shape[1] - window_tokens
+    middle = slice(sink_tokens, stop)
+    coded = method(passage.keys[:, middle], passage.values[:, middle], sink_tokens)
     keys, values = passage.keys.clone(), passage.values.clone()
     keys[:, middle] = coded.keys
     values[:, middle] = coded.values
     token_bytes = 2 * (passage.keys[:, 0].numel() + passage.values[:, 0].numel())
     return Quality(
         change=compare(passage.log_probs, log_probs(model, keys, values, passage.suffix), passage.suffix),
-        coded_bytes=token_bytes * (stop - SINK_TOKENS),
+        coded_bytes=token_bytes * (stop - sink_tokens),
         stored_bytes=coded.stored_bytes,
         prefix_bytes=token_bytes * passage.keys.shape[1],
     )
@@ -124,15 +155,56 @@ def evaluate(model: Any, passage: Passage, method: Method) -> Quality:
 
 def compare(reference: torch.Tensor, changed: torch.Tensor, suffix: Sequence[int]) -> Change:
     """Compare two log-probabilities of one suffix: reference and changed, f32[num_suffix_tokens, vocabulary]."""
-    divergence = (reference.exp() * (reference - changed)).sum(dim=-1)
+    return compare_positions(reference, changed, suffix).sums()
+
+
+def compare_positions(reference: torch.Tensor, changed: torch.Tensor, suffix: Sequence[int]) -> PositionChanges:
+    """What `compare` adds up, token by token."""
     labels = torch.tensor(suffix[1:])[:, None]
-    increase = reference[:-1].gather(1, labels) - changed[:-1].gather(1, labels)
-    return Change(
-        num_tokens=len(suffix),
-        kl=float(divergence.sum()),
-        nll_increase=float(increase.sum()),
-        top1_equal=int((reference.argmax(dim=-1) == changed.argmax(dim=-1)).sum()),
+    nll, changed_nll = (-log_probs[:-1].gather(1, labels)[:, 0] for log_probs in (reference, changed))
+    return PositionChanges(
+        kl=(reference.exp() * (reference - changed)).sum(dim=-1),
+        nll=nll,
+        nll_increase=changed_nll - nll,
+        top1_equal=reference.argmax(dim=-1) == changed.argmax(dim=-1),
     )
+
+
+def position_rows(changes: Sequence[PositionChanges], first_position: int, bin_tokens: int) -> list[dict[str, object]]:
+    """Means over documents and `bin_tokens` neighbouring positions: a curve of the error against the position.
+
+    changes: of suffixes of one length that begin at `first_position`. Each row has `position`, the first of its bin,
+    `tokens`, `kl` and `kl_se` (over documents, where there are several), `nll` of the reference, `dnll`, and `top1`.
+    """
+    rows: list[dict[str, object]] = []
+    num_tokens = len(changes[0].kl)
+    for start in range(0, num_tokens, bin_tokens):
+        window = slice(start, min(start + bin_tokens, num_tokens))
+        # The likelihood of a token is that of the answer after the one before it.
+        predicted = slice(start, min(window.stop, num_tokens - 1))
+        row: dict[str, object] = {"position": first_position + start, "tokens": (window.stop - start) * len(changes)}
+        row |= mean_and_error("kl", [float(change.kl[window].mean()) for change in changes])
+        if predicted.stop > start:
+            row["nll"] = float(torch.stack([change.nll[predicted] for change in changes]).mean())
+            row["dnll"] = float(torch.stack([change.nll_increase[predicted] for change in changes]).mean())
+        row["top1"] = float(torch.stack([change.top1_equal[window] for change in changes]).float().mean())
+        rows.append(row)
+    return rows
+
+
+def mean_and_error(name: str, samples: Sequence[float]) -> dict[str, object]:
+    """Columns `name`, the mean of independent samples, and `name_se`, its standard error where there are several."""
+    columns: dict[str, object] = {name: sum(samples) / len(samples)}
+    if (error := standard_error(samples)) is not None:
+        columns[f"{name}_se"] = error
+    return columns
+
+
+def standard_error(samples: Sequence[float]) -> float | None:
+    """Standard error of the mean of independent samples; None when there are fewer than two."""
+    if len(samples) < 2:
+        return None
+    return float(statistics.stdev(samples) / len(samples) ** 0.5)
 
 
 def means(changes: Sequence[Change]) -> dict[str, float]:

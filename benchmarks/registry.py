@@ -15,6 +15,7 @@ import importlib
 from typing import Protocol, cast
 
 ROUTINES = (
+    "ablations",
     "allocate",
     "codec",
     "eviction",
@@ -23,8 +24,11 @@ ROUTINES = (
     "gate-parity",
     "gate-score",
     "paged-attention",
+    "protocols",
     "quality",
     "restore",
+    "sensitivity",
+    "tasks",
 )
 
 

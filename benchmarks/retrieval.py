@@ -7,6 +7,7 @@ what is recent from those that keep what carries information. The questions are 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +78,14 @@ def count_correct(respond: Respond, task: RetrievalTask) -> int:
 
     respond: continues `task.context_ids`, or what eviction left of them.
     """
-    return sum(_is_answered(respond, question) for question in task.questions)
+    return sum(
+        is_right(question, respond(question.token_ids[:-1]).argmax(dim=-1).tolist()) for question in task.questions
+    )
 
 
-def _is_answered(respond: Respond, question: Question) -> bool:
-    expected = respond(question.token_ids[:-1]).argmax(dim=-1).tolist()
-    following = zip(expected, question.token_ids[1:], question.is_answer[1:], strict=True)
+def is_right(question: Question, choices: Sequence[int]) -> bool:
+    """Whether the answer is what the model expects, given its first choice after every token but the last."""
+    following = zip(choices, question.token_ids[1:], question.is_answer[1:], strict=True)
     return all(choice == token for choice, token, is_answer in following if is_answer)
 
 

@@ -49,7 +49,6 @@ def artifact(geometry: ModelGeometry, ratio: float, seed: int) -> Artifact:
         columns = torch.linalg.qr(torch.randn(num_features, rank, generator=generator)).Q
         spectrum = variances(side, num_features, rank)
         bases[side] = SideBasis(
-            scale=np.ones(num_features, np.float32),
             mean=torch.randn(num_features, generator=generator).numpy(),
             basis=columns.half().numpy(),
             variances=spectrum,
@@ -81,7 +80,6 @@ def chunk(artifact: Artifact, num_tokens: int, start_position: int, seed: int) -
         drawn = torch.from_numpy(coefficients(side, geometry.features(side), rank, num_tokens, seed + 1))
         drawn *= torch.from_numpy(np.sqrt(basis.variances / variances(side, geometry.features(side), rank)))
         features = drawn @ torch.from_numpy(basis.basis).float().T + torch.from_numpy(basis.mean)
-        features /= torch.from_numpy(basis.scale)
         shaped = features.view(num_tokens, geometry.num_layers, geometry.num_kv_heads, -1).transpose(0, 1).contiguous()
         sides.append(shaped)
     positions = torch.arange(start_position, start_position + num_tokens)

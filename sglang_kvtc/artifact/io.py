@@ -1,8 +1,8 @@
 """Reading and writing a calibration artifact: one safetensors file, so that opening it runs no code.
 
-Tensors: k.scale f32[p], k.mean f32[p], k.basis f16[p, r], k.variances f32[r], and the same under `v`; an artifact
-without bases has none. Everything else is one JSON text in the file's metadata; `digest` is XXH3-128 over that text and
-the tensors.
+Tensors: k.mean f32[p], k.basis f16[p, r], k.variances f32[r] and, where features are weighted, k.weights
+f32[num_layers, num_kv_heads, head size, head size]; the same under `v`; an artifact without bases has none. Everything
+else is one JSON text in the file's metadata; `digest` is XXH3-128 over that text and the tensors.
 """
 
 from __future__ import annotations
@@ -138,10 +138,11 @@ def _parse(description: str) -> _Description:
 def _tensors(artifact: Artifact) -> dict[str, npt.NDArray[Any]]:
     """All tensors by name, sorted."""
     return {
-        f"{side.name.lower()}.{field}": getattr(basis, field)
+        f"{side.name.lower()}.{field}": tensor
         for side in Side
         if (basis := artifact.basis(side)) is not None
         for field in sorted(TENSOR_DTYPES)
+        if (tensor := getattr(basis, field)) is not None
     }
 
 
@@ -166,7 +167,7 @@ def _side_basis(tensors: dict[str, npt.NDArray[Any]], side: Side, total_variance
     present = {field: tensors[name] for field in TENSOR_DTYPES if (name := f"{prefix}.{field}") in tensors}
     if not present and total_variance is None:
         return None
-    missing = [f"{prefix}.{field}" for field in TENSOR_DTYPES if field not in present]
+    missing = [f"{prefix}.{field}" for field in TENSOR_DTYPES if field not in (*present, "weights")]
     if total_variance is None:
         missing.append(f"{prefix}_total_variance")
     if missing or total_variance is None:

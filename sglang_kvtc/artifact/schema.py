@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sglang_kvtc.types import ModelGeometry, Side
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 GROUP_SIZES = (1, 16, 64, 256, 1024)
 """Components that may share one shift and scale (KVTC section 3.2)."""
 MAX_WIDTH = 8
@@ -24,8 +24,9 @@ class RopeSpec:
     """The model's rotary embedding, as far as undoing it needs.
 
     inv_freq: angular frequency of each rotated pair, f64[rotary_dim // 2], after any scaling.
-    attention_factor: multiplier on cos and sin (yarn), 1 otherwise.
+    attention_factor: multiplier on cos and sin (yarn, longrope), 1 otherwise.
     interleaved: pairs are (2i, 2i+1) instead of NeoX (i, i + rotary_dim/2).
+    position_limit: positions from here on may be rotated in another way (longrope); None if there is no such limit.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class RopeSpec:
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
     interleaved: bool = False
+    position_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +92,19 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SideBasis:
-    """Linear transform of K or V: coefficients = (features * scale - mean) @ basis.
+    """Linear transform of K or V: coefficients = (features - mean) @ W @ basis.
 
-    scale: f32[p], positive; ones in preset `paper`. mean: f32[p], of the scaled features.
-    basis: f16[p, r], orthonormal columns by falling variance. variances: f32[r], per component.
-    total_variance: mean squared norm of the centred features, what r components together approach.
+    mean: f32[p]. basis: f16[p, r], orthonormal columns by falling variance. variances: f32[r], per component.
+    total_variance: mean squared norm of the centred, weighted features, what r components together approach.
+    weights: f32[num_layers, num_kv_heads, head size, head size], the blocks of W, symmetric and positive definite; None
+    in preset `paper`, where W is the identity.
     """
 
-    scale: npt.NDArray[np.float32]
     mean: npt.NDArray[np.float32]
     basis: npt.NDArray[np.float16]
     variances: npt.NDArray[np.float32]
     total_variance: float
+    weights: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_kvtc.artifact.schema import GROUP_SIZES, MAX_WIDTH, Artifact, RopeSpec, SideBasis, SidePlan
+from sglang_kvtc.artifact.shard import check_shard
 from sglang_kvtc.bitstream.header import plan_code
 from sglang_kvtc.errors import ArtifactError
 from sglang_kvtc.types import ModelGeometry, Side
 
-TENSOR_DTYPES = {"basis": "f16", "mean": "f32", "scale": "f32", "variances": "f32"}
-"""Tensors of one side (K or V) and their dtypes."""
+TENSOR_DTYPES = {"basis": "f16", "mean": "f32", "variances": "f32", "weights": "f32"}
+"""Tensors of one side (K or V) and their dtypes; `weights` may be missing."""
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {"f16": np.dtype("<f2"), "f32": np.dtype("<f4")}
 _F16_MAGNITUDE = np.uint16(0x7FFF)
@@ -25,6 +26,7 @@ _F16_INFINITY = 0x7C00
 def check_artifact(artifact: Artifact) -> None:
     """Raise ArtifactError, naming the tensor or key, unless every value of the artifact is usable."""
     _check_geometry(artifact.geometry)
+    check_shard(artifact.provenance, artifact.geometry)
     _check_rope(artifact.rope, artifact.geometry)
     if (artifact.k is None) != (artifact.v is None):
         raise ArtifactError("an artifact has bases for both K and V, or for neither")
@@ -34,7 +36,7 @@ def check_artifact(artifact: Artifact) -> None:
         basis = artifact.basis(side)
         if basis is not None:
             prefix = side.name.lower()
-            _check_basis(basis, prefix, artifact.geometry.features(side))
+            _check_basis(basis, prefix, artifact.geometry, side)
             for index, plan in enumerate(artifact.plans):
                 _check_side_plan(plan.side(side), f"plans[{index}].{prefix}", len(basis.variances))
     codes = [plan_code(plan.target_ratio) if math.isfinite(plan.target_ratio) else 0 for plan in artifact.plans]
@@ -62,27 +64,44 @@ def _check_rope(rope: RopeSpec, geometry: ModelGeometry) -> None:
             raise ArtifactError(f"rope.inv_freq[{index}] is {frequency}: expected a finite number")
     if not (math.isfinite(rope.attention_factor) and rope.attention_factor > 0):
         raise ArtifactError(f"rope.attention_factor is {rope.attention_factor}: expected a positive number")
+    if rope.position_limit is not None and rope.position_limit < 1:
+        raise ArtifactError(f"rope.position_limit is {rope.position_limit}: expected at least 1, or none")
 
 
-def _check_basis(basis: SideBasis, prefix: str, num_features: int) -> None:
-    rank = len(basis.variances)
+def _check_basis(basis: SideBasis, prefix: str, geometry: ModelGeometry, side: Side) -> None:
+    rank, num_features = len(basis.variances), geometry.features(side)
     if not 1 <= rank <= num_features:
         raise ArtifactError(f"{prefix}.variances has {rank} components: expected 1 to {num_features}")
     shapes: dict[str, tuple[int, ...]] = {
-        "scale": (num_features,),
         "mean": (num_features,),
         "basis": (num_features, rank),
         "variances": (rank,),
     }
     for field, shape in shapes.items():
         _check_tensor(getattr(basis, field), f"{prefix}.{field}", _NUMPY_DTYPES[TENSOR_DTYPES[field]], shape)
-    # A subnormal scale becomes 0 on devices that flush subnormals, and its inverse overflows.
-    _check_all(basis.scale >= np.finfo(np.float32).tiny, basis.scale, f"{prefix}.scale", "positive and not subnormal")
+    if basis.weights is not None:
+        _check_weights(basis.weights, f"{prefix}.weights", geometry, side)
     _check_all(basis.variances >= 0, basis.variances, f"{prefix}.variances", "not negative")
     falling = np.append(True, basis.variances[1:] <= basis.variances[:-1])
     _check_all(falling, basis.variances, f"{prefix}.variances", "at most the one before it")
     if not (math.isfinite(basis.total_variance) and basis.total_variance >= 0):
         raise ArtifactError(f"{prefix}_total_variance is {basis.total_variance}: expected a number of at least 0")
+
+
+def _check_weights(weights: npt.NDArray[np.float32], name: str, geometry: ModelGeometry, side: Side) -> None:
+    head_size = geometry.head_dim if side is Side.K else geometry.v_head_dim
+    shape = (geometry.num_layers, geometry.num_kv_heads, head_size, head_size)
+    _check_tensor(weights, name, _NUMPY_DTYPES[TENSOR_DTYPES["weights"]], shape)
+    resolution, tiny = np.finfo(np.float32).eps, np.finfo(np.float32).tiny
+    asymmetry = np.abs(weights.astype(np.float64) - weights.swapaxes(2, 3)).max(axis=(2, 3))
+    eigenvalues = np.linalg.eigvalsh(weights.astype(np.float64))
+    least, largest = eigenvalues[..., 0], eigenvalues[..., -1]
+    # Decoding multiplies by the inverse, which must be neither rounding noise in fp32 nor subnormal nor infinite.
+    usable = (least >= np.maximum(resolution * largest, tiny)) & (largest <= 1 / tiny)
+    usable &= asymmetry <= 8 * resolution * largest
+    if not usable.all():
+        layer, head = (int(position) for position in np.argwhere(~usable)[0])
+        raise ArtifactError(f"{name}[{layer}, {head}] is no symmetric, positive definite matrix that fp32 can invert")
 
 
 def _check_tensor(tensor: npt.NDArray[Any], name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:

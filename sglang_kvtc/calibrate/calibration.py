@@ -1,4 +1,4 @@
-"""The whole calibration: text and a model in, an artifact out."""
+"""The whole calibration: text and a model in, an artifact per rank out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import logging
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import filelock
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -19,104 +19,53 @@ from sglang_kvtc import __version__
 from sglang_kvtc.artifact.fingerprint import fingerprint_model
 from sglang_kvtc.artifact.io import load_artifact, save_artifact
 from sglang_kvtc.artifact.schema import Artifact, Plan
-from sglang_kvtc.calibrate.causal_lm import DTYPES, load_config, load_model, load_tokenizer, model_geometry
-from sglang_kvtc.calibrate.collect import collect
-from sglang_kvtc.calibrate.corpus import (
-    BUILTIN,
-    TokenSequence,
-    read_documents,
-    split_documents,
-    token_sequences,
+from sglang_kvtc.artifact.shard import SHARD_KEY, Shard, shards_of
+from sglang_kvtc.bitstream.header import plan_code
+from sglang_kvtc.calibrate.causal_lm import load_config, load_model, model_geometry
+from sglang_kvtc.calibrate.corpus import BUILTIN, merged_domains
+from sglang_kvtc.calibrate.fit import SideFit, fit_side
+from sglang_kvtc.calibrate.gather import Gathered, gather
+from sglang_kvtc.calibrate.held_out import HeldOutError, measure_held_out
+from sglang_kvtc.calibrate.plans import (
+    overall_ratio,
+    plans_at_ratios,
+    plans_with_best_split,
+    plans_within_errors,
 )
-from sglang_kvtc.calibrate.fit import fit_side
-from sglang_kvtc.calibrate.held_out import measure_held_out
 from sglang_kvtc.calibrate.progress import Progress
+from sglang_kvtc.calibrate.sensitivity import measure_sensitivity
+from sglang_kvtc.calibrate.settings import MAX_RANK, Calibration
+from sglang_kvtc.calibrate.source_code import code_digest
+from sglang_kvtc.calibrate.statistics import SideStatistics
 from sglang_kvtc.codec.rope import rope_spec_from_config
 from sglang_kvtc.errors import ArtifactError, ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
 
 logger = logging.getLogger(__name__)
 
-Pca = Literal["auto", "exact", "randomized"]
-LOSSLESS = 1.0
-"""The target ratio that needs neither basis nor plan."""
-MAX_RANK = 10_000
-"""Rank cap of a randomized PCA (KVTC appendix B.1)."""
-_EXACT_MAX_FEATURES = 8192
-"""Up to here an exact PCA takes about half a minute per side on two CPU cores and under 2 GB."""
-_PCA_SAMPLE_BYTES = 8 << 30
-"""Memory for the rows of a randomized PCA, both sides together."""
-_HELD_OUT_TOKENS = 4096
-_CHARACTERS_READ_PER_TOKEN = 64
-_DECIDING_FILES = (
-    "artifact/schema.py",
-    *(f"calibrate/{name}.py" for name in ("calibration", "causal_lm", "collect", "corpus", "fit", "pca")),
-    *(f"codec/{name}.py" for name in ("allocate", "quantize", "rope")),
-)
-"""What a cached artifact depends on, besides its settings; other edits need no new calibration."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What `sglang-kvtc calibrate` was asked to do.
-
-    data: `builtin`, files and directories. ratios: target ratios, largest first or not; 1 alone is lossless.
-    max_length: tokens of a long sequence. dtype: of the forward passes. pca: `auto` is exact up to 8192 features.
-    rank: cap on the components that are fitted, 0 for the default. max_error: largest relative squared error on
-    held-out text, of K or V, that a plan may have.
-
-    Raises ConfigError, naming the flag, for values that cannot work.
-    """
-
-    model_dir: Path
-    data: tuple[str, ...] = (BUILTIN,)
-    num_tokens: int = 160_000
-    ratios: tuple[float, ...] = (16.0,)
-    seed: int = 0
-    max_length: int = 1024
-    dtype: str = "bfloat16"
-    pca: Pca = "auto"
-    rank: int = 0
-    device: str = "cpu"
-    max_error: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not self.ratios or len(set(self.ratios)) != len(self.ratios):
-            raise ConfigError(f"--ratio {_listed(self.ratios)}: expected different numbers")
-        if any(not LOSSLESS <= ratio <= 1000 for ratio in self.ratios):
-            raise ConfigError(f"--ratio {_listed(self.ratios)}: expected numbers from 1 to 1000")
-        if LOSSLESS in self.ratios and len(self.ratios) > 1:
-            raise ConfigError("--ratio 1 is lossless and needs no calibration: every artifact offers it already")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
-        for flag, value, smallest in (
-            ("--tokens", self.num_tokens, 1),
-            ("--max-length", self.max_length, 32),
-            ("--rank", self.rank, 0),
-        ):
-            if value < smallest:
-                raise ConfigError(f"{flag} {value}: expected at least {smallest}")
-        try:
-            is_there = torch.device(self.device).type == "cpu" or torch.get_device_module(self.device).is_available()
-        except RuntimeError as error:
-            raise ConfigError(f"--device {self.device}: {error}") from error
-        if not is_there:
-            raise ConfigError(f"--device {self.device}: torch finds no such device on this machine")
-        if not self.max_error > 0:
-            raise ConfigError(f"--max-error {self.max_error}: expected a positive number")
-
 
 def calibrate(settings: Calibration, progress: Progress) -> Artifact:
-    """Run the model over the text, fit both sides and check the result on held-out text.
+    """The artifact of a model that runs on one rank: see `calibrate_shards`. Raises ConfigError for several ranks."""
+    if settings.tp_size != 1 or settings.pp_size != 1:
+        raise ConfigError(f"--tp {settings.tp_size} --pp {settings.pp_size}: one artifact is for one rank")
+    (artifact,) = calibrate_shards(settings, progress)
+    return artifact
 
-    The same settings, model, text and machine give the same artifact. Raises ConfigError for unusable settings or
-    data, UnsupportedError for a model whose cache cannot be coded, ArtifactError for a checkpoint that cannot be read
-    or a plan whose held-out error is above `max_error`.
+
+def calibrate_shards(settings: Calibration, progress: Progress) -> tuple[Artifact, ...]:
+    """Run the model over the text once, fit both sides of every rank's part and check the results on held-out text.
+
+    Returns one artifact per rank, in the order of `artifact.shard.shards_of`. The same settings, model, text and
+    machine give the same artifacts, whether or not the run was interrupted and continued. Raises ConfigError for
+    unusable settings or data, UnsupportedError for a model whose cache cannot be coded, ArtifactError for a checkpoint
+    or statistics that cannot be read and, unless `force` is set, for a plan whose held-out error is above `max_error`.
     """
     config = load_config(settings.model_dir)
-    geometry = model_geometry(config)
-    artifact = Artifact(
-        geometry=geometry,
+    whole = model_geometry(config)
+    shards = shards_of(whole, settings.tp_size, settings.pp_size)
+    _check_names(settings, whole)
+    bare = Artifact(
+        geometry=whole,
         rope=rope_spec_from_config(config.to_dict()),
         fingerprint=fingerprint_model(settings.model_dir),
         k=None,
@@ -124,67 +73,164 @@ def calibrate(settings: Calibration, progress: Progress) -> Artifact:
         plans=(),
         provenance={"preset": "lossless", "version": __version__},
     )
-    if settings.ratios == (LOSSLESS,):
-        return artifact
+    if settings.is_lossless:
+        return tuple(_for_rank(bare, shard, whole) for shard in shards)
 
-    training, held_out, held_out_corpus = _sequences(settings)
     model = load_model(settings.model_dir, settings.dtype, settings.device)
-    pca_rows = _pca_rows(settings, geometry)
-    statistics = collect(
-        model, training, geometry, artifact.rope, pca_rows=pca_rows, seed=settings.seed, progress=progress
+    gathered = gather(settings, model, bare, shards, progress)
+    sensitivity = (
+        measure_sensitivity(model, gathered.sequences, bare.rope, seed=settings.seed, progress=progress)
+        if settings.preset == "sensitivity"
+        else None
     )
-    fitted = {
+    weights = None if sensitivity is None else sensitivity.weights()
+    parts = gathered.collection.shards
+    fitted = [
+        _fit_part(
+            settings,
+            _for_rank(bare, shard, whole),
+            statistics,
+            None if weights is None else (weights[0][shard.part], weights[1][shard.part]),
+            model.device,
+            progress,
+        )
+        for shard, statistics in zip(parts, gathered.collection.statistics, strict=True)
+    ]
+    errors = measure_held_out(model, gathered.held_out, fitted, parts, progress)
+    excess = [_above_bound(of_part, settings.max_error) for of_part in errors]
+    for line in (line for lines in excess for line in lines):
+        if not settings.force:
+            raise ArtifactError(f"{line}: lower --ratio, raise --tokens, or write it all the same with --force")
+        logger.warning("%s; written because of --force", line)
+
+    common = _provenance(settings, gathered)
+    if sensitivity is not None:
+        common["sensitivity"] = sensitivity.describe()
+    done = {}
+    for shard, artifact, of_part, lines in zip(parts, fitted, errors, excess, strict=True):
+        records = {"held_out_error": json.dumps([dataclasses.asdict(error) for error in of_part])}
+        if lines:
+            records["forced"] = "; ".join(lines)
+        done[shard.layers, shard.kv_heads] = dataclasses.replace(artifact, provenance=common | records)
+    return tuple(_for_rank(done[shard.layers, shard.kv_heads], shard, whole) for shard in shards)
+
+
+def _for_rank(artifact: Artifact, shard: Shard, whole: ModelGeometry) -> Artifact:
+    """The artifact with a rank's geometry and record; that of an only rank has no record."""
+    record = {} if shard.tp_size == shard.pp_size == 1 else {SHARD_KEY: shard.record()}
+    return dataclasses.replace(artifact, geometry=shard.geometry(whole), provenance=artifact.provenance | record)
+
+
+def _fit_part(
+    settings: Calibration,
+    bare: Artifact,
+    statistics: dict[Side, SideStatistics],
+    weights: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None,
+    device: torch.device,
+    progress: Progress,
+) -> Artifact:
+    """The artifact of one part of the model. bare: with its geometry, without bases. weights: of K and V."""
+    geometry = bare.geometry
+    fits: dict[Side, SideFit] = {
         side: fit_side(
             side,
-            statistics.pop(side),
-            settings.ratios,
+            statistics[side],
             rank=settings.rank or MAX_RANK,
+            group_features=settings.layers_per_group * geometry.features(side) // geometry.num_layers,
             seed=settings.seed,
-            device=model.device,
+            device=device,
             progress=progress,
+            weights=None if weights is None else weights[side],
+            rule="minmax" if weights is None else "gaussian",
         )
         for side in Side
     }
-    (k_basis, k_plans), (v_basis, v_plans) = fitted[Side.K], fitted[Side.V]
-    plans = tuple(Plan(*plan) for plan in zip(settings.ratios, k_plans, v_plans, strict=True))
-    artifact = dataclasses.replace(artifact, k=k_basis, v=v_basis, plans=plans)
-    errors = measure_held_out(model, held_out, artifact, progress)
-    for error in errors:
-        for side in Side:
-            if not error.total(side) <= settings.max_error:
-                raise ArtifactError(
-                    f"ratio {error.target_ratio:g} loses {error.total(side):.3f} of the variance of {side.name} on "
-                    f"held-out text, more than --max-error {settings.max_error:g}: lower --ratio or raise --tokens"
-                )
-    return dataclasses.replace(
-        artifact,
-        provenance={
-            "preset": "paper",
-            "version": __version__,
-            "code": code_digest(),
-            "corpus": " ".join(settings.data),
-            "tokens": str(settings.num_tokens),
-            "documents": str(len({sequence.name for sequence in training})),
-            "max_length": str(settings.max_length),
-            "seed": str(settings.seed),
-            "dtype": settings.dtype,
-            "pca": "exact" if pca_rows is None else f"randomized, {pca_rows} rows",
-            "held_out_corpus": held_out_corpus,
-            "held_out_error": json.dumps([dataclasses.asdict(error) for error in errors]),
-        },
-    )
+    plans = _plans(settings, fits, geometry, progress)
+    k_basis, v_basis = (fits[side].side_basis([plan.side(side) for plan in plans]) for side in Side)
+    return dataclasses.replace(bare, k=k_basis, v=v_basis, plans=plans)
+
+
+def _plans(
+    settings: Calibration, fits: dict[Side, SideFit], geometry: ModelGeometry, progress: Progress
+) -> tuple[Plan, ...]:
+    if settings.target_errors:
+        return plans_within_errors(fits, settings.target_errors, progress)
+    if settings.shares_bits:
+        # Weights give the errors of K and V one unit.
+        units = (1.0, 1.0) if settings.preset == "sensitivity" else None
+        return plans_with_best_split(fits, settings.ratios, progress, units)
+    return plans_at_ratios(fits, geometry, settings.ratio_pairs, progress)
+
+
+def _check_names(settings: Calibration, geometry: ModelGeometry) -> None:
+    """Raise ConfigError when two plans would have the same overall ratio, which is their name."""
+    ratios = [overall_ratio(geometry, *pair) for pair in settings.ratio_pairs]
+    for index, ratio in enumerate(ratios):
+        if plan_code(ratio) in map(plan_code, ratios[:index]):
+            k_ratio, v_ratio = settings.ratio_pairs[index]
+            raise ConfigError(
+                f"--k-ratio {k_ratio:g} with --v-ratio {v_ratio:g} is ratio {ratio:g} in all, as another plan is"
+            )
+
+
+def _above_bound(errors: Sequence[HeldOutError], max_error: float) -> list[str]:
+    """One sentence for every plan and side that loses more than allowed."""
+    return [
+        f"ratio {error.target_ratio:g} loses {error.total(side):.3f} of the variance of {side.name} on held-out text, "
+        f"more than --max-error {max_error:g}"
+        for error in errors
+        for side in Side
+        if not error.total(side) <= max_error
+    ]
+
+
+def _provenance(settings: Calibration, gathered: Gathered) -> dict[str, str]:
+    """What an artifact was made from and how, apart from its errors."""
+    domains = merged_domains([domain for text in gathered.texts for domain in text.domains])
+    statistics = gathered.collection.statistics[0][Side.K]
+    records = {
+        "preset": settings.preset,
+        "version": __version__,
+        "code": code_digest(),
+        "corpus": " ".join(dict.fromkeys(text.corpus for text in gathered.texts)),
+        "tokens": str(sum(domain.tokens for domain in domains)),
+        "documents": str(sum(domain.documents for domain in domains)),
+        "domains": json.dumps([dataclasses.asdict(domain) for domain in domains]),
+        "max_length": str(settings.max_length),
+        "seed": " ".join(dict.fromkeys(str(text.seed) for text in gathered.texts)),
+        "dtype": settings.dtype,
+        "pca": statistics.describe_pca(),
+        "held_out_corpus": gathered.held_out_corpus,
+    }
+    if len(gathered.texts) > 1:
+        records["merged_runs"] = str(len(gathered.texts))
+    if settings.layers_per_group:
+        records["layers_per_group"] = str(settings.layers_per_group)
+    if settings.target_errors:
+        records["target_errors"] = " ".join(f"{error:g}" for error in settings.target_errors)
+    elif settings.k_ratios:
+        pairs = zip(settings.k_ratios, settings.v_ratios, strict=True)
+        records["split"] = " ".join(f"{k_ratio:g}:{v_ratio:g}" for k_ratio, v_ratio in pairs)
+    else:
+        records["split"] = "optimal" if settings.shares_bits else "fixed"
+    return records
 
 
 def cached_calibration(settings: Calibration, cache_dir: Path, progress: Progress) -> Path:
     """Calibrate on built-in text, or find the artifact that the same settings, checkpoint and code gave before.
 
     Returns the artifact's folder below `cache_dir`/artifacts, one per key; a damaged one is made anew. Raises
-    ConfigError for data other than `builtin`: files are no part of the key and may have changed.
+    ConfigError for data other than `builtin` and for merged runs: files are no part of the key and may have changed.
     """
-    if settings.data != (BUILTIN,):
+    if settings.data != (BUILTIN,) or settings.merge:
         raise ConfigError(f"only a calibration on {BUILTIN} data is cached, got {' '.join(settings.data)}")
     key = xxhash.xxh3_128()
-    fields = dataclasses.asdict(settings) | {"model_dir": fingerprint_model(settings.model_dir).digest}
+    # Where the statistics are kept meanwhile changes nothing.
+    fields = dataclasses.asdict(settings) | {
+        "model_dir": fingerprint_model(settings.model_dir).digest,
+        "work_dir": None,
+        "save_every": 0,
+    }
     key.update(json.dumps(fields, sort_keys=True).encode())
     key.update(platform.python_version().encode())
     key.update(code_digest().encode())
@@ -199,50 +245,3 @@ def cached_calibration(settings: Calibration, cache_dir: Path, progress: Progres
             logger.warning("%s; it is made again", error)
         save_artifact(calibrate(settings, progress), path)
     return path
-
-
-def code_digest() -> str:
-    """32 hex digits over the source files that decide what a calibration yields."""
-    package = Path(__file__).parents[1]
-    digest = xxhash.xxh3_128()
-    for name in _DECIDING_FILES:
-        digest.update(f"{name}\n".encode())
-        digest.update((package / name).read_bytes())
-    return digest.hexdigest()
-
-
-def _sequences(settings: Calibration) -> tuple[list[TokenSequence], list[TokenSequence], str]:
-    """Sequences to fit on, sequences to check on, and where the latter come from."""
-    tokenizer = load_tokenizer(settings.model_dir)
-    max_characters = settings.num_tokens * _CHARACTERS_READ_PER_TOKEN
-    documents, held_out = split_documents(read_documents(settings.data, tokenizer, max_characters))
-    held_out_corpus = " ".join(settings.data)
-    if not held_out:
-        held_out_corpus = BUILTIN
-        _, held_out = split_documents(read_documents([BUILTIN], tokenizer))
-    training = token_sequences(
-        documents, tokenizer, num_tokens=settings.num_tokens, max_length=settings.max_length, seed=settings.seed
-    )
-    found = sum(len(sequence.token_ids) for sequence in training)
-    if found < settings.num_tokens:
-        raise ConfigError(
-            f"--data {' '.join(settings.data)} yields {found:,} tokens beside its held-out part, --tokens asks for "
-            f"{settings.num_tokens:,}: add text or ask for fewer"
-        )
-    checking = token_sequences(
-        held_out, tokenizer, num_tokens=_HELD_OUT_TOKENS, max_length=settings.max_length, seed=settings.seed
-    )
-    return training, checking, held_out_corpus
-
-
-def _pca_rows(settings: Calibration, geometry: ModelGeometry) -> int | None:
-    """Rows to sample for a randomized PCA; None for an exact one."""
-    num_features = max(geometry.features(side) for side in Side)
-    if settings.pca == "exact" or (settings.pca == "auto" and num_features <= _EXACT_MAX_FEATURES):
-        return None
-    bytes_per_row = sum(geometry.features(side) for side in Side) * torch.bfloat16.itemsize
-    return min(settings.num_tokens, _PCA_SAMPLE_BYTES // bytes_per_row)
-
-
-def _listed(ratios: Sequence[float]) -> str:
-    return ",".join(f"{ratio:g}" for ratio in ratios)

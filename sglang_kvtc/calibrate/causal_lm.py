@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
+from sglang_kvtc.artifact.schema import RopeSpec
+from sglang_kvtc.codec.rope import rope_spec_from_config
 from sglang_kvtc.errors import ConfigError, UnsupportedError
 from sglang_kvtc.types import ModelGeometry
 
@@ -36,10 +38,45 @@ def load_config(model_dir: Path) -> Any:
 
 
 def load_model(model_dir: Path, dtype: str, device: str = "cpu") -> Any:
-    """Load the causal LM in `dtype` (a key of DTYPES) for inference."""
+    """Load the causal LM in `dtype` (a key of DTYPES) for inference, rotating keys as SGLang does.
+
+    Raises UnsupportedError for a rope we do not know, or one this model does not keep where it can be set.
+    """
     with no_loading_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=DTYPES[dtype], local_files_only=True)
-    return model.to(device).eval()
+    rotate_as(model, rope_spec_from_config(model.config.get_text_config(decoder=True).to_dict()))
+    return model.to(device).eval().requires_grad_(False)
+
+
+def rotate_as(model: Any, rope: RopeSpec) -> None:
+    """Give a model on the CPU the rope of SGLang, where transformers reads its configuration otherwise (codec.rope).
+
+    That is `dynamic`, which has one table for all lengths there, and some spellings of yarn and longrope. Frequencies
+    that agree stay as they are, to the bit. Raises UnsupportedError where the model then rotates by another rope.
+    """
+    inv_freq, position = torch.tensor(rope.inv_freq, dtype=torch.float64), 100
+    angles = position * inv_freq
+    # Both sides compute in fp32, with a dozen roundings.
+    tolerance = (14 * angles + 4) * 2**-24 * rope.attention_factor
+    found = [part for part in model.modules() if hasattr(part, "inv_freq") and hasattr(part, "attention_scaling")]
+    for module in found:
+        ours = inv_freq.to(module.inv_freq)
+        if ours.shape != module.inv_freq.shape or not torch.allclose(module.inv_freq, ours, rtol=12 * 2**-24, atol=0):
+            module.inv_freq = ours
+        module.attention_scaling = rope.attention_factor
+        # Or its forward pass would compute the frequencies again for the length of a sequence.
+        module.rope_type = "default"
+        cos = module(torch.zeros(1), torch.tensor([[position]]))[0].flatten().double()
+        if cos.numel() != rope.rotary_dim:
+            raise UnsupportedError(f"{type(module).__name__} rotates {cos.numel()} channels, not {rope.rotary_dim}")
+        # Every angle twice, side by side or one half after the other.
+        off = cos.sort().values - (angles.cos() * rope.attention_factor).repeat(2).sort().values
+        if (off.abs() > tolerance.max()).any():
+            raise UnsupportedError(
+                f"{type(module).__name__} of {type(model).__name__} has another rope than {rope.kind!r}"
+            )
+    if not found:
+        raise UnsupportedError(f"{type(model).__name__} keeps its rotary embedding where it cannot be checked")
 
 
 @contextlib.contextmanager
@@ -108,16 +145,19 @@ def continue_from(model: Any, keys: torch.Tensor, values: torch.Tensor, token_id
 
     keys, values: as `prefill` returns them, in any float dtype.
     """
-    cache = DynamicCache(config=model.config)
-    for index, (layer_keys, layer_values) in enumerate(zip(keys, values, strict=True)):
-        heads_first = (
-            heads.transpose(0, 1)[None].to(model.device, model.dtype) for heads in (layer_keys, layer_values)
-        )
-        cache.update(*heads_first, index)
     with torch.inference_mode():
         input_ids = torch.tensor([token_ids], device=model.device)
+        cache = filled_cache(model, keys, values)
         logits: torch.Tensor = model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[0]
     return logits
+
+
+def filled_cache(model: Any, keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
+    """A cache to continue from, in the model's dtype. keys, values: as `prefill` returns them, in any float dtype."""
+    cache = DynamicCache(config=model.config)
+    for layer, heads in enumerate(zip(keys, values, strict=True)):
+        cache.update(*(side.transpose(0, 1)[None].to(model.device, model.dtype) for side in heads), layer)
+    return cache
 
 
 def _check_cache(config: Any) -> None:

@@ -32,6 +32,7 @@ _SHORT_DIVISOR = 4
 _CHARACTERS_PER_TOKEN = 4
 """Characters cut out of a document per wanted token, about what English text has."""
 _SUFFIXES = (".txt", ".jsonl", ".parquet")
+_NO_SOURCE_FOLDERS = ("test", "tests", "idle_test", "site-packages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Consecutive tokens of one document. `name` is the document's."""
+    """Consecutive tokens of one document. `name` and `source` are the document's."""
 
     name: str
     token_ids: tuple[int, ...]
+    source: str = ""
 
 
 def read_documents(
@@ -61,19 +63,23 @@ def read_documents(
     """Read the documents of `sources`: `builtin`, files (.txt, .jsonl, .parquet) or directories of such files.
 
     A .txt file is one document. A line of .jsonl or a row of .parquet is one document and has `text` or `messages`;
-    messages are rendered with the tokenizer's chat template. Reading a source ends after `max_characters`, so that
-    data of any size can be named. Raises ConfigError for a missing or unreadable file, an unknown suffix, a malformed
-    record, or .parquet without pyarrow.
+    messages are rendered with the tokenizer's chat template. Reading a source, or one of the two built-in kinds, ends
+    after `max_characters`, so that data of any size can be named. Raises ConfigError for a missing or unreadable file,
+    an unknown suffix, a malformed record, or .parquet without pyarrow.
     """
     documents: list[Document] = []
     for source in sources:
-        num_characters = 0
-        for document in _builtin_documents() if source == BUILTIN else _user_documents(Path(source), tokenizer):
-            if document.text.strip():
-                documents.append(document)
-                num_characters += len(document.text)
-            if num_characters >= max_characters:
-                break
+        streams = (
+            (_builtin_prose(), _builtin_code()) if source == BUILTIN else (_user_documents(Path(source), tokenizer),)
+        )
+        for stream in streams:
+            num_characters = 0
+            for document in stream:
+                if document.text.strip():
+                    documents.append(document)
+                    num_characters += len(document.text)
+                if num_characters >= max_characters:
+                    break
     if not documents:
         raise ConfigError(f"--data {' '.join(sources)}: no text found")
     return documents
@@ -91,9 +97,10 @@ def token_sequences(
 ) -> list[TokenSequence]:
     """Cut `documents` into sequences of at most `max_length` tokens: `num_tokens` in all, or fewer if the text ends.
 
-    Every source gives the same number of tokens while it lasts, half of them in long and half in short sequences (a
-    quarter as long), as in KVTC appendix B.1. Inside a source, documents are shuffled by `seed` and each gives one
-    sequence before any gives its second; sequences do not overlap.
+    Every source gives the same number of tokens while it lasts, half of them in long and half in short sequences (at
+    most a quarter as long): the long ones of documents that are long enough and the short ones of the others, while
+    there are both (KVTC appendix B.1). Documents are shuffled by `seed` and each gives one sequence before any of its
+    kind gives a second; sequences do not overlap.
     """
     readers = [_SourceReader(group, tokenizer, max_length) for group in _shuffled_sources(documents, seed)]
     sequences: list[TokenSequence] = []
@@ -109,14 +116,63 @@ def token_sequences(
     return sequences
 
 
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """What calibration sequences hold of one source: documents, tokens, and how many of the tokens are in long ones."""
+
+    name: str
+    documents: int
+    tokens: int
+    long_tokens: int
+
+
+def domains_of(sequences: Sequence[TokenSequence], max_length: int) -> tuple[Domain, ...]:
+    """Count sequences by source; long ones are those that `token_sequences` does not count as short."""
+    by_source: dict[str, list[TokenSequence]] = {}
+    for sequence in sequences:
+        by_source.setdefault(sequence.source, []).append(sequence)
+    return tuple(
+        Domain(
+            name=source,
+            documents=len({sequence.name for sequence in group}),
+            tokens=sum(len(sequence.token_ids) for sequence in group),
+            long_tokens=sum(
+                len(sequence.token_ids) for sequence in group if len(sequence.token_ids) > _short_length(max_length)
+            ),
+        )
+        for source, group in by_source.items()
+    )
+
+
+def merged_domains(domains: Sequence[Domain]) -> tuple[Domain, ...]:
+    """Domains of several runs added up by name; a document that two of them share counts twice."""
+    merged: dict[str, Domain] = {}
+    for domain in domains:
+        before = merged.get(domain.name, Domain(domain.name, 0, 0, 0))
+        merged[domain.name] = Domain(
+            domain.name,
+            before.documents + domain.documents,
+            before.tokens + domain.tokens,
+            before.long_tokens + domain.long_tokens,
+        )
+    return tuple(merged.values())
+
+
+def _short_length(max_length: int) -> int:
+    return max(max_length // _SHORT_DIVISOR, 1)
+
+
 class _SourceReader:
     """Hands out the sequences of one source's documents, given in drawing order."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-        self._stretches = deque((document, 0) for document in documents)
         self._tokenizer = tokenizer
         self._long_length = max_length
-        self._short_length = max(max_length // _SHORT_DIVISOR, 1)
+        # What is left of the documents, by whether it is enough for a long sequence, and where it starts.
+        self._stretches: dict[bool, deque[tuple[Document, int]]] = {True: deque(), False: deque()}
+        for document in documents:
+            self._put_back(document, 0)
+        self._short_length = _short_length(max_length)
         self._long_tokens = 0
         self._short_tokens = 0
 
@@ -126,10 +182,11 @@ class _SourceReader:
 
     def read(self, max_tokens: int) -> TokenSequence | None:
         """The next sequence, of at most `max_tokens` tokens; None when the source is used up."""
-        if not self._stretches:
-            return None
-        document, start = self._stretches.popleft()
         is_long = self._long_tokens <= self._short_tokens
+        stretches = self._stretches[is_long] or self._stretches[not is_long]
+        if not stretches:
+            return None
+        document, start = stretches.popleft()
         length = self._long_length if is_long else self._short_length
         window = document.text[start : start + length * _CHARACTERS_PER_TOKEN]
         encoding = _encode(window, self._tokenizer)
@@ -137,14 +194,19 @@ class _SourceReader:
         # Slow tokenizers have no offsets: there the rest of a window that holds too many tokens is given up.
         cut = len(token_ids) > length and "offset_mapping" in encoding
         stop = start + (max(encoding["offset_mapping"][length][0], 1) if cut else len(window))
-        if stop < len(document.text):
-            self._stretches.append((document, stop))
+        self._put_back(document, stop)
         token_ids = token_ids[: min(length, max_tokens)]
-        if is_long:
+        # What counts is how long it became: where no long documents are left, a short one stands in.
+        if len(token_ids) > self._short_length:
             self._long_tokens += len(token_ids)
         else:
             self._short_tokens += len(token_ids)
-        return TokenSequence(document.name, tuple(token_ids))
+        return TokenSequence(document.name, tuple(token_ids), document.source)
+
+    def _put_back(self, document: Document, start: int) -> None:
+        rest = len(document.text) - start
+        if rest > 0:
+            self._stretches[rest >= self._long_length * _CHARACTERS_PER_TOKEN].append((document, start))
 
 
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -178,26 +240,25 @@ def in_turn(documents: Sequence[Document], seed: int) -> list[Document]:
     return [document for turn in turns for document in turn if document is not None]
 
 
-def _builtin_documents() -> Iterator[Document]:
+def _builtin_prose() -> Iterator[Document]:
     from pydoc_data import topics
 
     for name, text in topics.topics.items():
         yield Document("builtin prose", f"pydoc_data.topics:{name}", text)
+
+
+def _builtin_code() -> Iterator[Document]:
+    """Code of the standard library that people wrote: no tables, tests, build records or installed packages."""
     root = Path(os.__file__).parent
-    for file in sorted(root.rglob("*.py")):
-        path = file.relative_to(root)
-        if _is_source_text(path):
-            yield Document("builtin code", path.as_posix(), file.read_text(encoding="utf-8", errors="replace"))
-
-
-def _is_source_text(path: Path) -> bool:
-    """Whether a file below the standard library is code that people wrote: no tables, tests or build records."""
-    package = path.parts[0].removesuffix(".py")
-    return (
-        package in sys.stdlib_module_names
-        and package not in ("encodings", "pydoc_data", "test")
-        and not {"test", "tests", "idle_test", "site-packages"} & set(path.parts)
-    )
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # Not entered: an environment may hold a hundred thousand files.
+        subfolders[:] = [name for name in subfolders if name not in _NO_SOURCE_FOLDERS]
+        files += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    for path in sorted(files):
+        package = path.parts[0].removesuffix(".py")
+        if package in sys.stdlib_module_names and package not in ("encodings", "pydoc_data"):
+            yield Document("builtin code", path.as_posix(), (root / path).read_text(encoding="utf-8", errors="replace"))
 
 
 def _user_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sglang_kvtc.artifact.schema import Artifact, Plan, SidePlan
+from sglang_kvtc.artifact.shard import SHARD_KEY, shard_of
 from sglang_kvtc.bitstream.frame import Frame
 from sglang_kvtc.bitstream.header import plan_code
 from sglang_kvtc.types import ModelGeometry, Side
 
-_JSON_KEYS = ("held_out_error",)
-"""Provenance that is a table and shown under the plans."""
+_JSON_KEYS = ("held_out_error", "domains", SHARD_KEY)
+"""Provenance that is no plain text and has lines of its own."""
 
 
 def describe_artifact(artifact: Artifact) -> list[str]:
@@ -24,14 +25,17 @@ def describe_artifact(artifact: Artifact) -> list[str]:
         _field("rope", _rope(artifact)),
         _field("digest", artifact.digest.hex()),
     ]
+    lines += _shard(artifact)
     lines += [_field(key, value) for key, value in artifact.provenance.items() if key not in _JSON_KEYS]
+    lines += _domains(artifact)
     size = 0
     for side in Side:
         basis = artifact.basis(side)
         if basis is not None:
             p, rank = basis.basis.shape
             lines.append(_field(f"{side.name} basis", f"{p:,} features, {rank:,} components"))
-            size += sum(tensor.nbytes for tensor in (basis.basis, basis.mean, basis.scale, basis.variances))
+            tensors = (basis.basis, basis.mean, basis.variances, basis.weights)
+            size += sum(tensor.nbytes for tensor in tensors if tensor is not None)
     lines.append(_field("artifact size", f"{size / 1e6:,.1f} MB of tensors"))
     if not artifact.plans:
         lines.append(_field("plans", "none: only lossless coding (target ratio 1)"))
@@ -76,6 +80,23 @@ def _rope(artifact: Artifact) -> str:
     return f"{rope.kind}, {rope.rotary_dim} rotary channels, {pairs} pairs{factor}"
 
 
+def _shard(artifact: Artifact) -> Iterator[str]:
+    shard = shard_of(artifact.provenance)
+    if shard is not None:
+        layers, kv_heads = (f"{start} to {stop - 1}" for start, stop in (shard.layers, shard.kv_heads))
+        ranks = f"tp rank {shard.tp_rank} of {shard.tp_size}, pp rank {shard.pp_rank} of {shard.pp_size}"
+        yield _field("shard", f"{ranks}: layers {layers}, KV heads {kv_heads}")
+
+
+def _domains(artifact: Artifact) -> Iterator[str]:
+    for domain in json.loads(artifact.provenance.get("domains", "[]")):
+        yield _field(
+            "domain",
+            f"{domain['name']}: {domain['documents']:,} documents, {domain['tokens']:,} tokens, "
+            f"{domain['long_tokens'] / domain['tokens']:.0%} of them in long sequences",
+        )
+
+
 def _plan(plan: Plan, geometry: ModelGeometry) -> Iterator[str]:
     bits = sum(plan.side(side).bits_per_token for side in Side)
     elements = sum(geometry.features(side) for side in Side)
@@ -102,7 +123,11 @@ def _groups(plan: SidePlan) -> str:
 
 def _held_out(artifact: Artifact) -> Iterator[str]:
     for error in json.loads(artifact.provenance.get("held_out_error", "[]")):
-        yield f"held-out text at target ratio {error['target_ratio']:g}: {error['ratio']:.2f}x with every stored byte"
+        low, high = error.get("ratio_range", (error["ratio"], error["ratio"]))
+        yield (
+            f"held-out text at target ratio {error['target_ratio']:g}: {error['ratio']:.2f}x with every stored byte "
+            f"({low:.2f}x to {high:.2f}x by sequence)"
+        )
         for side in Side:
             name = side.name.lower()
             layers = " ".join(f"{value:.3f}" for value in error[f"{name}_layers"])

@@ -33,6 +33,7 @@ COMMANDS = {
     "train-gates": Command("sglang_kvtc.cli.train_gates", "distil a model's gates for KV eviction", "calibrate"),
     "import-gates": Command("sglang_kvtc.cli.import_gates", "convert published gates to safetensors", "calibrate"),
     "inspect": Command("sglang_kvtc.cli.inspect", "describe and verify an artifact or a frame", "calibrate"),
+    "plot": Command("sglang_kvtc.cli.plot", "draw an artifact and benchmark records", "calibrate"),
     "bench": Command("sglang_kvtc.cli.bench", "measure quality, allocation, codec or restore", "bench"),
     "demo": Command("sglang_kvtc.cli.demo", "serve a small model and restore a prefix, end to end", "demo"),
 }

@@ -202,6 +202,18 @@ def allocate(table: ErrorTable, budget_bits: int, on_components: OnUnits = lambd
     return Allocator(table, budget_bits, on_components).groups(budget_bits)
 
 
+def optimal_split(k_errors: Floats, v_errors: Floats, total_bits: int) -> int:
+    """Bits per token of K, out of a total for K and V, for which the errors of both add up to least.
+
+    k_errors, v_errors: `Allocator.errors` of the two sides for budgets up to `total_bits` at least, in a common unit.
+    Of equally good splits the one with the fewest bits for K. Raises ConfigError for curves that end before the total.
+    """
+    solved = min(len(k_errors), len(v_errors)) - 1
+    if not 0 <= total_bits <= solved:
+        raise ConfigError(f"{total_bits} bits per token cannot be split: the error curves end at {solved}")
+    return int(np.argmin(k_errors[: total_bits + 1] + v_errors[total_bits::-1]))
+
+
 def side_plan(table: ErrorTable, groups: tuple[Group, ...], total_variance: float) -> SidePlan:
     """The plan of these groups.
 

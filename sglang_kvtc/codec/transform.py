@@ -1,10 +1,11 @@
 """The linear transform of one side, K or V: features <-> coefficients of the kept components (KVTC section 3.1).
 
-    coefficients = (features x scale - mean) @ basis          features ~ (coefficients @ basis^T + mean) / scale
+    coefficients = (features - mean) @ W @ basis          features ~ coefficients @ basis^T @ W^-1 + mean
 
-The scale is folded into the weights. Encoding subtracts mean / scale in fp32, before the features are rounded to the
-compute dtype; decoding adds it inside the product, as further rows of the weight whose coefficients are one, so that
-the sum is rounded once. Products accumulate in fp32.
+W is block-diagonal: `SideBasis.weights`, or nothing. It is folded into the basis, so that weighting costs no time.
+Encoding subtracts the mean in fp32, before the features are rounded to the compute dtype; decoding adds it inside the
+product, as further rows of the matrix whose coefficients are one, so that the sum is rounded once. Products accumulate
+in fp32.
 """
 
 from __future__ import annotations
@@ -33,21 +34,24 @@ class SideTransform:
     """Weights of the kept components in the compute dtype. Nothing changes after construction."""
 
     def __init__(self, basis: SideBasis, plan: SidePlan, num_layers: int, dtype: torch.dtype) -> None:
-        """dtype: torch.bfloat16 or torch.float32. Holds one copy of the kept columns of the basis, or two where the
-        scale is not one everywhere.
+        """dtype: torch.bfloat16 or torch.float32. Holds one copy of the kept columns of the basis, or two where it has
+        weights.
         """
         columns = torch.from_numpy(np.ascontiguousarray(basis.basis[:, plan.columns].T)).float()
-        scale = torch.from_numpy(basis.scale)
         self.num_components, self._num_features = columns.shape
         self._layer_features = self._num_features // num_layers
         self._dtype = dtype
-        self._mean = (torch.from_numpy(basis.mean) / scale).view(num_layers, 1, self._layer_features)
+        self._mean = torch.from_numpy(basis.mean).view(num_layers, 1, self._layer_features)
         self._mean_rows = 2 if dtype is torch.bfloat16 else 1
         # [num_components + mean rows, num_features]: both products read it without reordering.
-        self._reconstruct_weight = torch.cat([(columns / scale).to(dtype), *self._mean_parts()])
-        self._project_weight = (
-            self._reconstruct_weight[: self.num_components] if bool((scale == 1).all()) else (columns * scale).to(dtype)
-        )
+        if basis.weights is None:
+            self._reconstruct_weight = torch.cat([columns.to(dtype), *self._mean_parts()])
+            self._project_weight = self._reconstruct_weight[: self.num_components]
+        else:
+            weights = torch.from_numpy(basis.weights)
+            inverse = torch.linalg.inv(weights.double()).float()
+            self._reconstruct_weight = torch.cat([weigh(columns, inverse).to(dtype), *self._mean_parts()])
+            self._project_weight = weigh(columns, weights).to(dtype)
 
     def _mean_parts(self) -> list[torch.Tensor]:
         """The mean as rows that add up to it: bfloat16 needs two for the 16 leading bits."""
@@ -117,3 +121,14 @@ class SideCoding:
             layout=GroupLayout.from_groups(plan.groups, plan.range_rule),
             widths=plan.widths,
         )
+
+
+def weigh(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Multiply the features of every layer and KV head by its symmetric matrix.
+
+    rows: float[num_rows, p]. weights: of the same dtype, [num_layers, num_kv_heads, head size, head size].
+    """
+    blocks = weights.flatten(0, 1)
+    by_head = rows.unflatten(1, blocks.shape[:2]).transpose(0, 1)
+    weighted: torch.Tensor = (by_head @ blocks).transpose(0, 1).flatten(1)
+    return weighted

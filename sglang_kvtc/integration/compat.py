@@ -11,7 +11,8 @@ import torch
 
 from sglang_kvtc.artifact.fingerprint import fingerprint_model
 from sglang_kvtc.artifact.io import load_artifact
-from sglang_kvtc.artifact.schema import Artifact
+from sglang_kvtc.artifact.schema import Artifact, RopeSpec
+from sglang_kvtc.artifact.shard import shard_of
 from sglang_kvtc.config import KVTCConfig
 from sglang_kvtc.errors import ArtifactError, ConfigError, UnsupportedError
 from sglang_kvtc.integration.eviction_options import budget_of, load_gates_for
@@ -118,7 +119,7 @@ def check_settings(server_args: Any, config: KVTCConfig) -> None:
 def load_for_model(config: KVTCConfig, model_path: str) -> Artifact:
     """The artifact of the configuration, checked against the checkpoint.
 
-    Raises ArtifactError if it is missing, damaged or was fitted on another checkpoint.
+    Raises ArtifactError if it is missing, damaged, was fitted on another checkpoint or is for one rank of several.
     """
     if not config.artifact:
         raise ConfigError(
@@ -131,6 +132,12 @@ def load_for_model(config: KVTCConfig, model_path: str) -> Artifact:
         raise ArtifactError(
             f"{config.artifact} was made for {artifact.fingerprint.name} ({artifact.fingerprint.digest[:12]}), but "
             f"{model_path} is {found.name} ({found.digest[:12]}): run `sglang-kvtc calibrate --model {model_path}`"
+        )
+    shard = shard_of(artifact.provenance)
+    if shard is not None:
+        raise ArtifactError(
+            f"{config.artifact} is for rank {shard.name} of a model that is spread over "
+            f"{shard.tp_size * shard.pp_size} ranks, and this server has one: calibrate without --tp and --pp"
         )
     return artifact
 
@@ -195,3 +202,89 @@ def check_pool(kvcache: Any, model_config: Any, is_hybrid: bool, artifact: Artif
     if found != dataclasses.replace(artifact.geometry, dtype=found.dtype):
         raise ArtifactError(f"the artifact describes {artifact.geometry}, the server runs {found}: calibrate again")
     return found
+
+
+def check_rope(model: torch.nn.Module, artifact: Artifact, context_length: int) -> None:
+    """Compare the rotary modules of the loaded model with the artifact's rope, at every admitted scale of positions.
+
+    model: SGLang's. context_length: positions of a request are below it. Raises ArtifactError where the model rotates
+    otherwise, UnsupportedError where it rotates by more than one rope, where the check cannot be made, or where
+    the rope holds for fewer positions than a request may have.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    rope = artifact.rope
+    if rope.position_limit is not None and context_length > rope.position_limit:
+        raise UnsupportedError(
+            f"rope type {rope.kind!r} with requests of up to {context_length} tokens: above {rope.position_limit} "
+            "SGLang rotates by the longest request of each batch, so keys of one position differ between batches; "
+            f"use --context-length {rope.position_limit}"
+        )
+    checked: set[torch.nn.Module] = set()
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if not any(isinstance(child, RadixAttention) for child in children.values()):
+            continue
+        rotary = children.get("rotary_emb")
+        if rotary is None:
+            raise UnsupportedError(
+                f"{name} of {type(model).__name__} has no rotary embedding of SGLang's beside its attention: how its "
+                "keys are rotated cannot be checked"
+            )
+        if rotary not in checked:
+            _check_rotary(name, rotary, rope, artifact.geometry.head_dim, context_length)
+            checked.add(rotary)
+    if not checked:
+        raise UnsupportedError(f"{type(model).__name__} has no attention layers of SGLang's whose rope can be checked")
+
+
+def _check_rotary(name: str, rotary: Any, rope: RopeSpec, head_dim: int, context_length: int) -> None:
+    """`rotary`: an SGLang module; its table has a row of cosines and then sines for every position."""
+    from sglang.srt.layers import rotary_embedding
+    from sglang.srt.layers.rotary_embedding import base, rope_variant, yarn
+
+    of_longrope = type(rotary) is rope_variant.Phi3LongRoPEScaledRotaryEmbedding
+    if not of_longrope and type(rotary) not in (
+        rotary_embedding.RotaryEmbedding,
+        base.LinearScalingRotaryEmbedding,
+        rope_variant.DynamicNTKAlphaRotaryEmbedding,
+        rope_variant.DynamicNTKScalingRotaryEmbedding,
+        rope_variant.Llama3RotaryEmbedding,
+        yarn.YaRNScalingRotaryEmbedding,
+    ):
+        raise UnsupportedError(f"{name} rotates keys by {type(rotary).__name__}, which is not supported")
+    # SGLang's longrope knows NeoX pairs only and says so nowhere.
+    found = (rotary.head_size, rotary.rotary_dim, not (of_longrope or rotary.is_neox_style))
+    expected = (head_dim, rope.rotary_dim, rope.interleaved)
+    if found != expected:
+        raise ArtifactError(
+            f"head size, rotary channels and interleaved pairs of {name} are {found}, the artifact says {expected}: "
+            "calibrate again"
+        )
+    table = rotary.short_cos_sin_cache if of_longrope else rotary.cos_sin_cache
+    if len(table) < context_length:
+        raise UnsupportedError(
+            f"the rotary table of {name} has {len(table)} rows for requests of up to {context_length} tokens: "
+            f"use --context-length {len(table)}"
+        )
+    positions = _sampled_positions(context_length)
+    rows = table.index_select(0, positions.to(table.device)).cpu().double()
+    angles = positions.double()[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float64)
+    expected_rows = torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
+    # SGLang computes in fp32: ten roundings up to an angle, four after it, and eight of the weight between a frequency
+    # and its part by the scaling factor, which counts that many times. Then the row is rounded to the table's dtype.
+    roundings = (10 + 8 * getattr(rotary, "scaling_factor", 1)) * angles.repeat(1, 2).abs() + 4
+    tolerance = (roundings * torch.finfo(torch.float32).eps + torch.finfo(table.dtype).eps) / 2
+    wrong = (rows - expected_rows).abs() > rope.attention_factor * tolerance
+    if wrong.any():
+        position = int(positions[wrong.any(dim=-1)][0])
+        raise ArtifactError(
+            f"{name} rotates position {position} otherwise than the artifact's rope ({rope.kind}): if the artifact is "
+            "of this model, drop what changes its rope (--json-model-override-args) or use a smaller --context-length"
+        )
+
+
+def _sampled_positions(context_length: int) -> torch.Tensor:
+    """i64[n]: the last position, and every power of two, so that each frequency is seen at an angle near 1."""
+    powers = [1 << exponent for exponent in range((context_length - 1).bit_length())]
+    return torch.tensor(sorted({*powers, context_length - 1}))

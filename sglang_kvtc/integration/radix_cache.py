@@ -29,6 +29,7 @@ from sglang_kvtc.integration.compat import (
     check_engine_version,
     check_internals,
     check_pool,
+    check_rope,
     check_settings,
     load_for_model,
 )
@@ -260,6 +261,7 @@ def build_kvtc_cache(ctx: TreeCacheBuildContext) -> KVTCRadixCache:
     kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     geometry = check_pool(kvcache, ctx.model_config, ctx.is_hybrid_swa or ctx.is_hybrid_ssm, artifact)
     artifact = dataclasses.replace(artifact, geometry=geometry)
+    check_rope(ctx.tp_worker.model_runner.model, artifact, ctx.model_config.context_len)
     codec = KVCodec(artifact, config.codec)
     arena = arena_bytes(config.tier)
     # SGLang's own host pool is not built: `attach_tier` takes its place.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import pickle  # noqa: TID251 - to show that it is refused
 import re
@@ -16,12 +17,12 @@ from artifact.toy_artifact import PLAN, artifact, lossless_artifact
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from sglang_kvtc.artifact.io import FILE_NAME, load_artifact, save_artifact
+from sglang_kvtc.artifact.io import FILE_NAME, _content_digest, load_artifact, save_artifact
 from sglang_kvtc.artifact.schema import Artifact, Group, SideBasis, SidePlan
 from sglang_kvtc.errors import ArtifactError
 from sglang_kvtc.types import Side
 
-TENSORS = [f"{side}.{field}" for side in ("k", "v") for field in ("scale", "mean", "basis", "variances")]
+TENSORS = [f"{side}.{field}" for side in ("k", "v") for field in ("weights", "mean", "basis", "variances")]
 
 
 def assert_equal(found: Artifact, expected: Artifact) -> None:
@@ -33,7 +34,7 @@ def assert_equal(found: Artifact, expected: Artifact) -> None:
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert ours.total_variance == theirs.total_variance
-            for name in ("scale", "mean", "basis", "variances"):
+            for name in ("weights", "mean", "basis", "variances"):
                 np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), strict=True)
 
 
@@ -142,6 +143,21 @@ def test_the_digest_covers_everything_else(tmp_path: Path) -> None:
     assert len(digests) == 6
 
 
+def test_a_file_from_before_ropes_had_limits_is_read(tmp_path: Path) -> None:
+    """Under the digest it was written with, which frames carry."""
+    saved = save_artifact(artifact(), tmp_path)
+    file = tmp_path / FILE_NAME
+    with safe_open(file, framework="numpy") as opened:
+        description = json.loads(opened.metadata()["description"])
+        tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+    assert description["rope"].pop("position_limit") is None
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"))
+    digest = _content_digest(text, tensors)
+    rewrite(file, description=text, digest=digest.hex())
+    assert digest != saved.digest
+    assert_equal(load_artifact(tmp_path), dataclasses.replace(saved, digest=digest))
+
+
 @pytest.mark.parametrize("path", ["nothing", "nothing.safetensors"])
 def test_a_missing_artifact_says_what_to_run(path: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"there is no artifact at .*: run `sglang-kvtc calibrate`"):
@@ -198,8 +214,8 @@ def test_a_safetensors_file_that_is_no_artifact_is_refused(tmp_path: Path) -> No
 
 def test_another_schema_version_is_refused_by_number(tmp_path: Path) -> None:
     save_artifact(artifact(), tmp_path)
-    rewrite(tmp_path / FILE_NAME, schema_version="2")
-    with pytest.raises(ArtifactError, match="has schema version 2, this version reads 1"):
+    rewrite(tmp_path / FILE_NAME, schema_version="1")
+    with pytest.raises(ArtifactError, match="has schema version 1, this version reads 2"):
         load_artifact(tmp_path)
 
 
@@ -213,28 +229,56 @@ def test_changed_metadata_are_found_by_the_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"k.scale": np.zeros(3, np.float64)}, "k.scale is F64, expected F32"),
+        ({"k.mean": np.zeros(3, np.float64)}, "k.mean is F64, expected F32"),
         ({"k.basis": np.zeros((3, 2), np.float32)}, "k.basis is F32, expected F16"),
         ({"k.extra": np.zeros(3, np.float32)}, "unknown tensor k.extra"),
-        ({"scale": np.zeros(3, np.float32)}, "unknown tensor scale"),
+        ({"mean": np.zeros(3, np.float32)}, "unknown tensor mean"),
     ],
 )
 def test_tensors_of_other_names_and_dtypes_are_refused_by_name(
     tensors: dict[str, npt.NDArray[Any]], message: str, tmp_path: Path
 ) -> None:
-    metadata = {"schema_version": "1", "description": "{}", "digest": "00"}
+    metadata = {"schema_version": "2", "description": "{}", "digest": "00"}
     save_file(tensors, tmp_path / FILE_NAME, metadata)
     with pytest.raises(ArtifactError, match=message):
         load_artifact(tmp_path)
 
 
-@pytest.mark.parametrize("number", [1e-50, 1e300, float("nan"), float("inf"), -1.0, 0.0, 1e-40])
-@pytest.mark.parametrize("tensor", ["k.scale", "v.scale"])
-def test_a_num_04_a_scale_that_is_no_normal_positive_number_is_refused(
-    tensor: str, number: float, tmp_path: Path
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (1e-50, "is no symmetric, positive definite matrix"),
+        (-1.0, "is no symmetric, positive definite matrix"),
+        (0.0, "is no symmetric, positive definite matrix"),
+        (1e-40, "is no symmetric, positive definite matrix"),
+        (1e300, "expected it to be finite"),
+        (float("nan"), "expected it to be finite"),
+        (float("inf"), "expected it to be finite"),
+    ],
+)
+@pytest.mark.parametrize("tensor", ["k.weights", "v.weights"])
+def test_a_num_04_weights_that_cannot_be_undone_are_refused_by_head(
+    tensor: str, block: float, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ArtifactError, match=rf"^{re.escape(tensor)}\[5\] is "):
-        save_artifact(with_element(tensor, (5,), number), tmp_path)
+    side = artifact().basis(Side[tensor[0].upper()])
+    assert side is not None
+    assert side.weights is not None
+    weights = side.weights.copy()
+    with np.errstate(over="ignore", under="ignore"):
+        weights[1, 0] = np.diag(np.full(weights.shape[-1], block))
+    with pytest.raises(ArtifactError, match=rf"^{re.escape(tensor)}\[1, 0.*{message}"):
+        save_artifact(with_tensor(tensor, weights), tmp_path)
+
+
+@pytest.mark.parametrize("change", ["asymmetric", "singular"])
+def test_weights_must_be_symmetric_and_invertible(change: str, tmp_path: Path) -> None:
+    weights = np.broadcast_to(np.eye(16, dtype=np.float32), (2, 2, 16, 16)).copy()
+    weights[0, 1, 0, 1] = 0.5
+    weights[0, 1, 1, 0] = 0.5 if change == "singular" else 0.4
+    if change == "singular":
+        weights[0, 1, 0, 0] = 0.25
+    with pytest.raises(ArtifactError, match=r"^k\.weights\[0, 1\] is no symmetric, positive definite matrix"):
+        save_artifact(with_tensor("k.weights", weights), tmp_path)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -262,7 +306,7 @@ def test_variances_must_fall_and_not_be_negative(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "value"),
     [
-        ("k.scale", np.ones(63, np.float32)),
+        ("k.weights", np.ones((2, 2, 16, 15), np.float32)),
         ("k.mean", np.ones((64, 1), np.float32)),
         ("k.basis", np.ones((64, 21), np.float16)),
         ("v.basis", np.ones((20, 16), np.float16)),
@@ -312,6 +356,7 @@ def test_plans_that_cannot_be_right_are_refused_by_key(made: Artifact, key: str,
         ("rope", {"rotary_dim": 14}, "rope.inv_freq"),
         ("rope", {"inv_freq": (float("nan"),) * 8}, r"rope.inv_freq\[0\]"),
         ("rope", {"attention_factor": 0.0}, "rope.attention_factor"),
+        ("rope", {"position_limit": 0}, "rope.position_limit"),
         ("k", {"total_variance": float("inf")}, "k_total_variance"),
     ],
 )
@@ -327,6 +372,6 @@ def test_geometry_and_rope_that_cannot_be_right_are_refused_by_key(
 def test_a_file_of_another_writer_is_checked_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("sglang_kvtc.artifact.io.check_artifact", lambda _: None)
-        save_artifact(with_element("k.scale", (0,), -1), tmp_path)
-    with pytest.raises(ArtifactError, match=rf"{FILE_NAME}: k\.scale\[0\] is -1\.0"):
+        save_artifact(with_element("k.variances", (19,), -1), tmp_path)
+    with pytest.raises(ArtifactError, match=rf"{FILE_NAME}: k\.variances\[19\] is -1\.0"):
         load_artifact(tmp_path)

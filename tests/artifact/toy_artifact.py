@@ -19,10 +19,12 @@ PLAN = Plan(
 
 def basis(num_features: int, rank: int, seed: int) -> SideBasis:
     rng = np.random.default_rng(seed)
+    head_size = num_features // (GEOMETRY.num_layers * GEOMETRY.num_kv_heads)
+    factors = rng.standard_normal((GEOMETRY.num_layers, GEOMETRY.num_kv_heads, head_size, head_size))
     columns, _ = np.linalg.qr(rng.standard_normal((num_features, rank)))
     variances = np.sort(rng.random(rank))[::-1].astype(np.float32)
     return SideBasis(
-        scale=rng.uniform(0.5, 2, num_features).astype(np.float32),
+        weights=(factors @ factors.swapaxes(2, 3) / head_size + np.eye(head_size)).astype(np.float32),
         mean=rng.standard_normal(num_features).astype(np.float32),
         basis=columns.astype(np.float16),
         variances=variances,

@@ -10,10 +10,12 @@ from calibrate.tiny_llama import save_tiny_llama
 
 from sglang_kvtc.artifact.io import FILE_NAME, load_artifact, save_artifact
 from sglang_kvtc.artifact.schema import Artifact
-from sglang_kvtc.calibrate import calibration
-from sglang_kvtc.calibrate.calibration import Calibration, cached_calibration, calibrate
-from sglang_kvtc.calibrate.fit import budget_bits
+from sglang_kvtc.artifact.shard import SHARD_KEY, shard_of
+from sglang_kvtc.calibrate import calibration, collect
+from sglang_kvtc.calibrate.calibration import cached_calibration, calibrate, calibrate_shards
+from sglang_kvtc.calibrate.plans import budget_bits
 from sglang_kvtc.calibrate.progress import SilentProgress
+from sglang_kvtc.calibrate.settings import Calibration
 from sglang_kvtc.errors import ArtifactError, ConfigError
 from sglang_kvtc.types import Side
 
@@ -21,7 +23,7 @@ TOKENS = 3000
 
 
 def settings(model_dir: Path, **changes: object) -> Calibration:
-    defaults = Calibration(model_dir, num_tokens=TOKENS, ratios=(2.0, 4.0, 8.0), max_length=128, max_error=1.0)
+    defaults = Calibration(model_dir, "paper", num_tokens=TOKENS, ratios=(2.0, 4.0, 8.0), max_length=128, max_error=1.0)
     return dataclasses.replace(defaults, **changes)
 
 
@@ -49,12 +51,28 @@ def test_basis_ends_at_the_last_component_that_a_plan_codes(artifact: Artifact) 
         assert basis.variances.shape == (last + 1,)
 
 
-def test_paper_preset_leaves_the_features_unscaled(artifact: Artifact) -> None:
+def test_paper_preset_leaves_the_features_unweighted(artifact: Artifact) -> None:
     assert artifact.provenance["preset"] == "paper"
     for side in Side:
         basis = artifact.basis(side)
         assert basis is not None
-        assert bool((basis.scale == 1).all())
+        assert basis.weights is None
+
+
+def test_default_preset_weighs_features_shares_bits_and_cuts_off_extremes(tiny_llama: Path) -> None:
+    artifact = calibrate(settings(tiny_llama, preset=Calibration(tiny_llama).preset), SilentProgress())
+    assert artifact.provenance["preset"] == "sensitivity"
+    assert "Fisher information on 12 sequences" in artifact.provenance["sensitivity"]
+    geometry = artifact.geometry
+    for plan in artifact.plans:
+        bits = sum(plan.side(side).bits_per_token for side in Side)
+        total = sum(budget_bits(geometry.features(side), plan.target_ratio) for side in Side)
+        assert 0.9 * total < bits <= total
+        assert plan.k.range_rule == plan.v.range_rule == "gaussian"
+    for side in Side:
+        basis = artifact.basis(side)
+        assert basis is not None and basis.weights is not None
+        assert basis.weights.shape == (2, 2, 32, 32)
 
 
 def test_smaller_budgets_lose_more_both_in_prediction_and_on_held_out_text(artifact: Artifact) -> None:
@@ -135,6 +153,115 @@ def test_a_num_09_errors_are_given_by_layer_and_a_ratio_beyond_the_bound_is_refu
     assert calibrate(settings(model_dir, max_error=worst * 1.001), SilentProgress()).plans == artifact.plans
 
 
+def test_a_num_09_a_ratio_beyond_the_bound_can_be_forced_and_says_so(
+    tiny_llama: Path, artifact: Artifact, caplog: pytest.LogCaptureFixture
+) -> None:
+    worst = {ratio: max(error["k"], error["v"]) for ratio, error in zip((2, 4, 8), held_out(artifact), strict=True)}
+    bound = (worst[4] + worst[8]) / 2
+    forced = calibrate(settings(tiny_llama, max_error=bound, force=True), SilentProgress())
+    assert forced.plans == artifact.plans
+    assert f"ratio 8 loses {worst[8]:.3f}" in forced.provenance["forced"]
+    assert "ratio 4" not in forced.provenance["forced"]
+    assert "written because of --force" in caplog.text
+    assert "forced" not in artifact.provenance
+
+
+def held_out(artifact: Artifact) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = json.loads(artifact.provenance["held_out_error"])
+    return found
+
+
+def test_held_out_ratios_lie_between_those_of_single_sequences(artifact: Artifact) -> None:
+    for error in json.loads(artifact.provenance["held_out_error"]):
+        low, high = error["ratio_range"]
+        assert low <= error["ratio"] <= high
+        assert low < high
+
+
+def test_provenance_names_the_domains_of_the_text(artifact: Artifact) -> None:
+    domains = json.loads(artifact.provenance["domains"])
+    assert {domain["name"] for domain in domains} == {"builtin prose", "builtin code"}
+    assert sum(domain["tokens"] for domain in domains) == TOKENS
+    assert sum(domain["documents"] for domain in domains) == int(artifact.provenance["documents"])
+
+
+def test_k_and_v_may_have_ratios_of_their_own(tiny_llama: Path) -> None:
+    found = calibrate(settings(tiny_llama, k_ratios=(8.0, 2.0), v_ratios=(2.0, 4.0)), SilentProgress())
+    features = found.geometry.features(Side.K)
+    for plan, (k_ratio, v_ratio) in zip(found.plans, ((8, 2), (2, 4)), strict=True):
+        assert plan.target_ratio == pytest.approx(2 / (1 / k_ratio + 1 / v_ratio))
+        assert plan.k.bits_per_token <= budget_bits(features, k_ratio)
+        assert plan.v.bits_per_token <= budget_bits(features, v_ratio)
+    assert found.provenance["split"] == "8:2 2:4"
+
+
+def test_pairs_of_ratios_that_are_one_ratio_in_all_are_refused_before_the_model_runs(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=r"--k-ratio 2 with --v-ratio 8 is ratio 3\.2 in all"):
+        calibrate(settings(tiny_llama, k_ratios=(8.0, 2.0), v_ratios=(2.0, 8.0)), SilentProgress())
+
+
+def test_the_best_split_predicts_no_more_error_than_equal_ratios(artifact: Artifact, tiny_llama: Path) -> None:
+    found = calibrate(settings(tiny_llama, split="optimal"), SilentProgress())
+    for plan, fixed in zip(found.plans, artifact.plans, strict=True):
+        assert plan.target_ratio == fixed.target_ratio
+        assert plan.k.predicted_error + plan.v.predicted_error <= fixed.k.predicted_error + fixed.v.predicted_error
+    assert found.provenance["split"] == "optimal"
+
+
+def test_the_largest_ratio_within_an_error_becomes_the_plans_name(tiny_llama: Path, tmp_path: Path) -> None:
+    found = calibrate(settings(tiny_llama, target_errors=(0.1, 0.02)), SilentProgress())
+    loose, tight = found.plans
+    assert loose.target_ratio > tight.target_ratio > 1
+    for plan, error in ((loose, 0.1), (tight, 0.02)):
+        assert max(plan.k.predicted_error, plan.v.predicted_error) <= error
+    assert load_artifact(save_artifact_path(found, tmp_path)).plans == found.plans
+
+
+def test_layers_per_group_makes_a_block_diagonal_basis(artifact: Artifact, tiny_llama: Path) -> None:
+    found = calibrate(settings(tiny_llama, layers_per_group=1), SilentProgress())
+    assert found.provenance["layers_per_group"] == "1"
+    whole = calibrate(settings(tiny_llama, layers_per_group=2), SilentProgress())
+    for side in Side:
+        basis, plain, grouped = found.basis(side), artifact.basis(side), whole.basis(side)
+        assert basis is not None
+        assert plain is not None
+        assert grouped is not None
+        first, second = np.split(basis.basis, 2)
+        assert not ((first != 0).any(axis=0) & (second != 0).any(axis=0)).any()
+        np.testing.assert_array_equal(grouped.basis, plain.basis)
+
+
+def test_a_rank_06_ranks_get_artifacts_of_their_parts_from_one_pass_over_the_text(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    prefill = collect.prefill
+    monkeypatch.setattr(collect, "prefill", lambda *args: (lengths.append(len(args[1])), prefill(*args))[1])
+    found = calibrate_shards(settings(tiny_llama, tp_size=4, pp_size=2), SilentProgress())
+    assert sum(lengths) == TOKENS
+    assert len(found) == 8
+    for number, artifact in enumerate(found):
+        shard = shard_of(load_artifact(save_artifact_path(artifact, tmp_path / str(number))).provenance)
+        assert shard is not None
+        assert (shard.pp_rank, shard.tp_rank) == divmod(number, 4)
+        # One of two layers, and one of two KV heads, each on two ranks.
+        assert shard.layers == (shard.pp_rank, shard.pp_rank + 1)
+        assert shard.kv_heads == (shard.tp_rank // 2, shard.tp_rank // 2 + 1)
+        assert (artifact.geometry.num_layers, artifact.geometry.num_kv_heads) == (1, 1)
+        assert len(json.loads(artifact.provenance["held_out_error"])[0]["k_layers"]) == 1
+    assert found[0].k is found[1].k
+    assert found[0].k is not found[2].k
+
+
+def test_the_artifact_of_one_rank_knows_nothing_of_shards(artifact: Artifact, tiny_llama: Path) -> None:
+    assert SHARD_KEY not in artifact.provenance
+    with pytest.raises(ConfigError, match="--tp 2 --pp 1: one artifact is for one rank"):
+        calibrate(settings(tiny_llama, tp_size=2), SilentProgress())
+
+
 def test_data_without_a_held_out_part_is_checked_on_builtin_text(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
     artifact = calibrate(settings(tiny_llama, data=(str(tmp_path / "one.txt"),)), SilentProgress())
@@ -163,6 +290,14 @@ def test_data_with_too_little_text_says_how_much_it_yields(tiny_llama: Path, tmp
         ({"max_length": 8}, "--max-length 8"),
         ({"rank": -1}, "--rank -1"),
         ({"max_error": 0.0}, "--max-error"),
+        ({"layers_per_group": -1}, "--layers-per-group -1"),
+        ({"save_every": 0}, "--save-every 0"),
+        ({"k_ratios": (8.0,)}, "--k-ratio 8 and --v-ratio : expected as many"),
+        ({"k_ratios": (8.0,), "v_ratios": (0.0,)}, "--v-ratio 0"),
+        ({"target_errors": (1.0,)}, "--target-error 1"),
+        ({"target_errors": (0.1,), "k_ratios": (8.0,), "v_ratios": (8.0,)}, "--target-error finds"),
+        ({"target_errors": (0.1,), "split": "optimal"}, "--split optimal"),
+        ({"merge": (Path("a"),), "work_dir": Path("b")}, "--merge"),
     ],
 )
 def test_unusable_settings_are_refused_by_flag(changes: dict[str, object], message: str) -> None:

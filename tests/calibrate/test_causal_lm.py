@@ -1,6 +1,9 @@
 """Which models are accepted, and that a cache taken out of a model can be put back."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from transformers import (
     Qwen2Config,
     Qwen3NextConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglang_kvtc.calibrate.causal_lm import (
     continue_from,
@@ -25,6 +29,7 @@ from sglang_kvtc.calibrate.causal_lm import (
     model_geometry,
     prefill,
 )
+from sglang_kvtc.codec.rope import rope_spec_from_config, rotate
 from sglang_kvtc.errors import ConfigError, UnsupportedError
 from sglang_kvtc.types import ModelGeometry
 
@@ -92,3 +97,50 @@ def test_continuing_from_a_prefilled_cache_gives_the_logits_of_the_whole_sequenc
         # The same sums in another order, so compare with what fp64 says about fp32.
         exact = model.double()(torch.tensor([token_ids])).logits[0, 30:]
     assert (continued - exact).abs().max() <= 2 * (whole - exact).abs().max()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 0.5},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 0.7,
+            "attn_factor": 0.8,
+        },
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 1024,
+            "short_factor": [1 + pair / 10 for pair in range(16)],
+            "long_factor": [2.0] * 16,
+            "factor": 8.0,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_keys_are_rotated_as_sglang_would(tiny_llama: Path, tmp_path: Path, rope: dict[str, Any]) -> None:
+    """Also those of sequences longer than the model was trained on, where transformers changes its tables."""
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    spec = rope_spec_from_config(load_config(tmp_path / "model").to_dict())
+    model = load_model(tmp_path / "model", "float32")
+    token_ids = [index % 256 for index in range(700)]
+    keys, _ = prefill(model, token_ids)
+    decoder = model.model
+    states = decoder.layers[0].input_layernorm(decoder.embed_tokens(torch.tensor(token_ids)))
+    before = decoder.layers[0].self_attn.k_proj(states).view(700, 2, 32)
+    undone = rotate(keys[0], torch.arange(700), spec, inverse=True)
+    # Angles up to 700 in fp32, a dozen roundings each, on two channels.
+    assert (undone - before).abs().max() <= 2 * 14 * 700 * 2**-24 * before.abs().max()
+
+
+def test_a_rope_that_agrees_is_left_as_it_is(tiny_llama: Path) -> None:
+    """To the bit: transformers' own rounding."""
+    found = load_model(tiny_llama, "bfloat16").model.rotary_emb.inv_freq
+    assert torch.equal(found, LlamaRotaryEmbedding(LlamaConfig(head_dim=32)).inv_freq)

@@ -1,86 +1,19 @@
-"""Streaming statistics, and rows collected from a model against its own projections."""
+"""Rows collected from a model against its own projections, and which statistics they go to."""
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import pytest
 import torch
 
+from sglang_kvtc.artifact.shard import shards_of
 from sglang_kvtc.calibrate.causal_lm import load_config, load_model, model_geometry
-from sglang_kvtc.calibrate.collect import ALLOCATION_ONE_IN, SINK_TOKENS, Covariance, Reservoir, collect, feature_rows
+from sglang_kvtc.calibrate.collect import ALLOCATION_ONE_IN, SINK_TOKENS, Collection, collect, feature_rows
 from sglang_kvtc.calibrate.corpus import TokenSequence
 from sglang_kvtc.calibrate.progress import SilentProgress
+from sglang_kvtc.calibrate.statistics import Covariance, Reservoir
 from sglang_kvtc.codec.allocate import SAMPLE_TOKENS
 from sglang_kvtc.codec.rope import rope_spec_from_config
-from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import Side
-
-
-@pytest.mark.parametrize("sizes", [[1], [5, 2043, 7], [2048], [5000], [300] * 20], ids=str)
-def test_covariance_in_blocks_equals_the_covariance_of_all_rows(sizes: list[int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    # An offset a thousand times the spread, which a plain sum of squares in fp32 would drown in.
-    rows = torch.randn(sum(sizes), 24, generator=generator) + 1000
-    moments = Covariance(24, torch.device("cpu"))
-    for part in rows.split(sizes):
-        moments.add(part)
-    mean, covariance = moments.finish()
-    expected_mean = rows.double().mean(dim=0)
-    centred = rows.double() - expected_mean
-    expected = centred.T @ centred / len(rows)
-    # Every product of two fp32 deviations is rounded, and the sums of a block.
-    resolution = torch.finfo(torch.float32).eps * 2048**0.5 * max(float(expected.diagonal().max()), 1.0)
-    torch.testing.assert_close(mean, expected_mean, atol=1000 * torch.finfo(torch.float32).eps, rtol=0)
-    torch.testing.assert_close(covariance, expected, atol=resolution, rtol=0)
-
-
-def test_covariance_of_many_features_is_whole_on_both_sides_of_the_diagonal() -> None:
-    rows = torch.randn(300, 1700, generator=torch.Generator().manual_seed(0))
-    moments = Covariance(1700, torch.device("cpu"))
-    moments.add(rows)
-    _, covariance = moments.finish()
-    expected = torch.cov(rows.T.double(), correction=0)
-    resolution = torch.finfo(torch.float32).eps * 300**0.5 * float(expected.diagonal().max())
-    torch.testing.assert_close(covariance, expected, atol=resolution, rtol=0)
-
-
-def test_covariance_of_nothing_asks_for_more_tokens() -> None:
-    with pytest.raises(ConfigError, match="--tokens"):
-        Covariance(4, torch.device("cpu")).finish()
-
-
-def test_covariance_memory_does_not_grow_with_the_rows() -> None:
-    moments = Covariance(16, torch.device("cpu"))
-
-    def held_bytes() -> int:
-        return sum(value.nbytes for value in vars(moments).values() if isinstance(value, torch.Tensor))
-
-    moments.add(torch.zeros(4096, 16))
-    before = held_bytes()
-    moments.add(torch.zeros(40960, 16))
-    assert held_bytes() == before
-
-
-def test_reservoir_keeps_all_rows_until_it_is_full() -> None:
-    reservoir = Reservoir(10, 1, torch.float32, seed=0)
-    reservoir.add(torch.arange(4.0)[:, None])
-    reservoir.add(torch.arange(4.0, 8.0)[:, None])
-    assert reservoir.rows.flatten().tolist() == list(range(8))
-
-
-def test_reservoir_samples_all_rows_alike() -> None:
-    counts = np.zeros(200)
-    trials = 2000
-    for seed in range(trials):
-        reservoir = Reservoir(20, 1, torch.float32, seed)
-        for part in torch.arange(200.0)[:, None].split(33):
-            reservoir.add(part)
-        kept = reservoir.rows.flatten().long().numpy()
-        assert len(set(kept.tolist())) == 20
-        counts[kept] += 1
-    # Each count is binomial with mean trials / 10; six standard deviations hold for 200 of them at once.
-    deviation = (trials * 0.1 * 0.9) ** 0.5
-    assert np.abs(counts - trials * 0.1).max() < 6 * deviation
 
 
 def test_rows_are_k_before_rope_and_v_without_sinks(tiny_llama: Path) -> None:
@@ -105,36 +38,61 @@ def test_rows_are_k_before_rope_and_v_without_sinks(tiny_llama: Path) -> None:
         torch.testing.assert_close(rows, projected, atol=resolution, rtol=0)
 
 
+def collected(model_dir: Path, sequences: list[TokenSequence], tp: int = 1, pp: int = 1, **changes: Any) -> Collection:
+    config = load_config(model_dir)
+    model = load_model(model_dir, "float32")
+    shards = shards_of(model_geometry(config), tp, pp)
+    settings: dict[str, Any] = {"pca_rows": None, "seed": 0, "device": model.device} | changes
+    collection = Collection.empty(model_geometry(config), shards, **settings)
+    collect(model, sequences, rope_spec_from_config(config.to_dict()), collection, seed=0, progress=SilentProgress())
+    return collection
+
+
 def test_sequences_for_the_allocation_are_kept_out_of_the_covariance(tiny_llama: Path) -> None:
-    config = load_config(tiny_llama)
-    geometry, rope = model_geometry(config), rope_spec_from_config(config.to_dict())
     sequences = [
         TokenSequence(str(number), tuple(range(number, number + 24))) for number in range(2 * ALLOCATION_ONE_IN)
     ]
-    model = load_model(tiny_llama, "float32")
-    statistics = collect(model, sequences, geometry, rope, pca_rows=None, seed=0, progress=SilentProgress())
+    model, rope = load_model(tiny_llama, "float32"), rope_spec_from_config(load_config(tiny_llama).to_dict())
+    collection = collected(tiny_llama, sequences)
+    assert collection.num_sequences == len(sequences)
     per_sequence = 24 - SINK_TOKENS
     for side in Side:
-        moments = statistics[side].moments
-        moments.finish()
-        assert moments.num_rows == per_sequence * (len(sequences) - 2)
-        aside = statistics[side].allocation.rows
+        (statistics,) = (of_part[side] for of_part in collection.statistics)
+        assert statistics.moments.num_rows == per_sequence * (len(sequences) - 2)
+        aside = statistics.allocation.rows
         assert len(aside) == min(2 * per_sequence, SAMPLE_TOKENS)
         own = [feature_rows(model, sequence.token_ids, rope)[side] for sequence in sequences]
         assert sum(torch.equal(aside[:per_sequence], rows) for rows in own) == 1
 
 
 def test_sampled_rows_of_a_randomized_pca_are_bounded(tiny_llama: Path) -> None:
-    config = load_config(tiny_llama)
-    sequences = [TokenSequence("a", tuple(range(64)))] * 6
-    model = load_model(tiny_llama, "bfloat16")
-    statistics = collect(
-        model,
-        sequences,
-        model_geometry(config),
-        rope_spec_from_config(config.to_dict()),
-        pca_rows=100,
-        seed=0,
-        progress=SilentProgress(),
-    )
-    assert statistics[Side.K].moments.rows.shape == (100, model_geometry(config).features(Side.K))
+    collection = collected(tiny_llama, [TokenSequence("a", tuple(range(64)))] * 6, pca_rows=100)
+    moments = collection.statistics[0][Side.K].moments
+    assert isinstance(moments, Reservoir)
+    assert moments.rows.shape == (100, 128)
+
+
+def test_parts_get_their_blocks_of_the_covariance_from_one_pass(tiny_llama: Path) -> None:
+    sequences = [TokenSequence(str(number), tuple(range(number, number + 40))) for number in range(6)]
+    whole = collected(tiny_llama, sequences).statistics[0]
+    parts = collected(tiny_llama, sequences, tp=4, pp=2)
+    # Two KV heads on four ranks: replicas share their part.
+    assert [(shard.layers, shard.kv_heads) for shard in parts.shards] == [
+        ((0, 1), (0, 1)),
+        ((0, 1), (1, 2)),
+        ((1, 2), (0, 1)),
+        ((1, 2), (1, 2)),
+    ]
+    features = torch.arange(128).view(2, 2, 32)
+    for shard, statistics in zip(parts.shards, parts.statistics, strict=True):
+        own = features[shard.part].flatten()
+        for side in Side:
+            found, expected = statistics[side].moments, whole[side].moments
+            assert isinstance(found, Covariance)
+            assert isinstance(expected, Covariance)
+            mean, covariance = expected.moments()
+            # The same sums over the same rows; only the order of a product's terms may differ.
+            resolution = torch.finfo(torch.float32).eps * float(covariance.diagonal().max()) * len(sequences) ** 0.5
+            torch.testing.assert_close(found.moments()[0], mean[own], atol=resolution, rtol=0)
+            torch.testing.assert_close(found.moments()[1], covariance[own][:, own], atol=resolution, rtol=0)
+            assert torch.equal(statistics[side].allocation.rows, whole[side].allocation.rows[:, own])

@@ -60,6 +60,8 @@ def test_inspect_shows_geometry_rope_provenance_and_every_plan(
         "default, 32 rotary channels, NeoX pairs",
         artifact.fingerprint.digest,
         "corpus           builtin",
+        "domain           builtin prose: ",
+        "of them in long sequences",
     ):
         assert expected in text
     for plan in artifact.plans:
@@ -69,6 +71,27 @@ def test_inspect_shows_geometry_rope_provenance_and_every_plan(
             assert f"{name}: {len(side.columns):,} components in {len(side.groups)} groups" in text
             counts = [int(count) for count in re.findall(r"(\d+) x \d+ at \d bits", text)]
             assert len(side.groups) <= sum(counts)
+
+
+def test_ranks_are_written_to_folders_of_their_own(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*calibrate_command(tiny_llama, tmp_path), "--ratio", "4", "--tp", "2"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tp0-pp0", "tp1-pp0"]
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "tp1-pp0")]) == 0
+    assert "tp rank 1 of 2, pp rank 0 of 1: layers 0 to 1, KV heads 1 to 1" in capsys.readouterr().out
+
+
+def test_a_dry_run_needs_no_weights_and_writes_nothing(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    assert main(["calibrate", "--model", str(tmp_path), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("128 features of K", "forward passes", "K: PCA", "peak memory", "artifact: at most"):
+        assert expected in text
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_inspect_shows_header_and_sections_of_a_frame(
@@ -133,7 +156,15 @@ def test_failures_are_one_sentence_and_exit_code_1(
 
 
 @pytest.mark.parametrize(
-    "argv", [["calibrate"], ["calibrate", "--model", "m", "--out", "o", "--ratio", "many"], ["inspect"]]
+    "argv",
+    [
+        ["calibrate"],
+        ["calibrate", "--model", "m"],
+        ["calibrate", "--model", "m", "--out", "o", "--ratio", "many"],
+        ["calibrate", "--model", "m", "--out", "o", "--ratio", "8", "--target-error", "0.1"],
+        ["inspect"],
+        ["plot", "artifact"],
+    ],
 )
 def test_bad_usage_is_exit_code_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from sglang_kvtc.calibrate.corpus import (
     BUILTIN,
     Document,
+    Domain,
+    domains_of,
     in_turn,
+    merged_domains,
     read_documents,
     split_documents,
     token_sequences,
@@ -128,6 +131,39 @@ def test_sequences_have_the_wanted_tokens_half_of_them_in_short_ones(tokenizer: 
     assert max(lengths) == 64
     short = sum(length for length in lengths if length <= 16)
     assert abs(short - 3000) <= 64
+
+
+def test_short_documents_do_not_count_as_long_ones(tokenizer: PreTrainedTokenizerFast) -> None:
+    # Nine of ten documents are too short for a long sequence: half of the tokens come from the tenth all the same.
+    mixed = [Document("a", str(number), "x" * (20 if number % 10 else 3000)) for number in range(200)]
+    sequences = token_sequences(mixed, tokenizer, num_tokens=3000, max_length=128, seed=0)
+    (domain,) = domains_of(sequences, max_length=128)
+    assert domain.tokens == 3000
+    assert abs(domain.long_tokens - 1500) <= 128
+
+
+def test_documents_that_are_all_short_give_short_sequences_only(tokenizer: PreTrainedTokenizerFast) -> None:
+    sequences = token_sequences(documents("a", 20, 30), tokenizer, num_tokens=500, max_length=128, seed=0)
+    assert domains_of(sequences, max_length=128) == (Domain("a", 17, 500, 0),)
+
+
+def test_domains_count_documents_and_tokens_by_source(tokenizer: PreTrainedTokenizerFast) -> None:
+    both = documents("b", 3, 100) + documents("a", 2, 1000)
+    sequences = token_sequences(both, tokenizer, num_tokens=10**6, max_length=200, seed=0)
+    found = domains_of(sequences, max_length=200)
+    assert {(domain.name, domain.documents, domain.tokens) for domain in found} == {("a", 2, 2000), ("b", 3, 300)}
+    assert all(0 < domain.long_tokens <= domain.tokens for domain in found)
+    assert merged_domains([*found, *found]) == tuple(
+        Domain(domain.name, 2 * domain.documents, 2 * domain.tokens, 2 * domain.long_tokens) for domain in found
+    )
+
+
+def test_builtin_text_is_mixed_of_long_and_short_sequences_in_every_domain(tokenizer: PreTrainedTokenizerFast) -> None:
+    calibration, _ = split_documents(read_documents([BUILTIN], tokenizer))
+    sequences = token_sequences(calibration, tokenizer, num_tokens=40_000, max_length=512, seed=0)
+    for domain in domains_of(sequences, max_length=512):
+        assert abs(domain.tokens - 20_000) <= 512
+        assert abs(domain.long_tokens - domain.tokens / 2) <= 512
 
 
 def test_sources_give_equal_shares_whatever_their_sizes(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -11,8 +11,8 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from sglang_kvtc.benchmarks import presses
-from sglang_kvtc.benchmarks.eviction import Context, all_kept, continuation, prefill_context, standard_error
-from sglang_kvtc.benchmarks.harness import log_probs
+from sglang_kvtc.benchmarks.eviction import Context, all_kept, continuation, prefill_context
+from sglang_kvtc.benchmarks.harness import log_probs, standard_error
 from sglang_kvtc.benchmarks.retrieval import ANNOUNCEMENT, WORDS, count_correct, retrieval_tasks
 from sglang_kvtc.calibrate.attention_hook import attention_modules
 from sglang_kvtc.calibrate.causal_lm import load_model

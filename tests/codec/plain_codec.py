@@ -35,19 +35,28 @@ class PlainCodec:
             values = rotate(values, start_position, self.artifact.rope, inverse=True)
         features = torch.stack([values[:, token].flatten() for token in range(values.shape[1])])
         basis = self._basis(side)
-        centred = features * self._tensor(basis.scale) - self._tensor(basis.mean)
+        centred = (features - self._tensor(basis.mean)) @ self._weights(side)
         return centred @ self._tensor(basis.basis)[:, self._columns(side)]
 
     def values(self, side: Side, coefficients: torch.Tensor, start_position: int) -> torch.Tensor:
         """Inverse of `coefficients`: [num_layers, num_tokens, num_kv_heads, head size]."""
         geometry, basis = self.artifact.geometry, self._basis(side)
         columns = self._tensor(basis.basis)[:, self._columns(side)]
-        features = (coefficients.to(self.dtype) @ columns.T + self._tensor(basis.mean)) / self._tensor(basis.scale)
+        centred = (coefficients.to(self.dtype) @ columns.T) @ self._weights(side, inverse=True)
+        features = centred + self._tensor(basis.mean)
         head_dim = geometry.head_dim if side is Side.K else geometry.v_head_dim
         values = features.reshape(-1, geometry.num_layers, geometry.num_kv_heads, head_dim).transpose(0, 1)
         if side is Side.K:
             values = rotate(values, start_position, self.artifact.rope, inverse=False)
         return values
+
+    def _weights(self, side: Side, inverse: bool = False) -> torch.Tensor:
+        """The weights of all heads as one block-diagonal matrix [p, p]."""
+        basis = self._basis(side)
+        if basis.weights is None:
+            return torch.eye(len(basis.mean), dtype=self.dtype)
+        blocks = torch.from_numpy(basis.weights).double().flatten(0, 1)
+        return torch.block_diag(*(blocks.inverse() if inverse else blocks)).to(self.dtype)
 
     def round_trip(self, side: Side, values: torch.Tensor, start_position: int) -> torch.Tensor:
         """Encode and decode, with min/max ranges."""

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_kvtc.artifact.schema import GROUP_SIZES, MAX_WIDTH, PARAM_BITS, Group, RangeRule
-from sglang_kvtc.codec.allocate import SAMPLE_TOKENS, Allocator, ErrorTable, allocate, error_table, side_plan
+from sglang_kvtc.codec.allocate import (
+    SAMPLE_TOKENS,
+    Allocator,
+    ErrorTable,
+    allocate,
+    error_table,
+    optimal_split,
+    side_plan,
+)
 from sglang_kvtc.codec.quantize import GroupLayout, dequantize, quantize
 from sglang_kvtc.errors import ConfigError
 
@@ -122,6 +130,28 @@ def test_errors_between_measured_starts_are_interpolated() -> None:
     errors = error_table(falling_coefficients(40, 200)).errors[64]
     assert errors.shape == (MAX_WIDTH, 137)
     np.testing.assert_allclose(errors[:, 5], (3 * errors[:, 4] + errors[:, 8]) / 4, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [0.01, 1.0, 100.0])
+def test_no_split_of_a_total_beats_the_one_that_is_found(weight: float) -> None:
+    k, v = (Allocator(error_table(falling_coefficients(64, rank, seed)), 1200) for rank, seed in ((200, 1), (120, 2)))
+    for total in (0, 33, 300, 1200):
+        found = optimal_split(k.errors, weight * v.errors, total)
+        losses = [k.errors[own] + weight * v.errors[total - own] for own in range(total + 1)]
+        assert losses[found] == min(losses)
+        assert found == losses.index(min(losses))
+
+
+def test_a_side_that_counts_more_gets_more_bits() -> None:
+    errors = Allocator(error_table(falling_coefficients(64, 200)), 1000).errors
+    shares = [optimal_split(weight * errors, errors, 1000) for weight in (0.1, 1.0, 10.0)]
+    assert shares[0] < shares[1] < shares[2]
+
+
+@pytest.mark.parametrize("total", [-1, 6])
+def test_a_total_beyond_the_curves_cannot_be_split(total: int) -> None:
+    with pytest.raises(ConfigError, match=f"{total} bits per token cannot be split"):
+        optimal_split(np.ones(6), np.ones(9), total)
 
 
 def test_sizes_above_the_rank_are_left_out() -> None:

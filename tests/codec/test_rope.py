@@ -12,6 +12,7 @@ from codec.toy_model import GEOMETRY, rope_of
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, PhiConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
@@ -40,11 +41,36 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3,
     "yarn": YARN,
     "yarn with mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
-    "yarn with attention factor": YARN | {"attention_factor": 0.8},
     "yarn with other bounds": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 4096},
+}
+"""Of which SGLang and transformers make the same. `config_of` adds the factors of longrope."""
+ONLY_SGLANG: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "dynamic with alpha": {"rope_type": "dynamic", "alpha": 1000.0},
+    "yarn with attention factor": YARN | {"attn_factor": 0.8},
+    "yarn that extrapolates less": YARN | {"extrapolation_factor": 0.5},
+    "longrope with its own magnitude": SCALINGS["longrope"] | {"short_mscale": 1.243},
 }
 START_POSITIONS = (0, 1, 4095, 131_071)
+PAIRED = {
+    f"{name}, {pairing}": (scaling, pairing == "interleaved")
+    for name, scaling in (SCALINGS | ONLY_SGLANG).items()
+    for pairing in ("neox", "interleaved")
+    if (scaling["rope_type"], pairing) != ("longrope", "interleaved")
+}
 scalings = pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+
+
+def config_of(scaling: dict[str, Any], share: float = 1.0, **changes: Any) -> dict[str, Any]:
+    """A configuration of 64 channels per head with this scaling, of which a share is rotated."""
+    if scaling["rope_type"] == "longrope":
+        pairs = int(32 * share)
+        scaling = scaling | {
+            "short_factor": [1 + pair / 10 for pair in range(pairs)],
+            "long_factor": [2 + pair / 5 for pair in range(pairs)],
+        }
+    return BASE | {"rope_scaling": scaling, "partial_rotary_factor": share} | changes
 
 
 def transformers_rope(config: dict[str, Any]) -> PhiRotaryEmbedding:
@@ -64,7 +90,7 @@ def assert_is_rope_of_transformers(spec: RopeSpec, config: dict[str, Any]) -> No
 @scalings
 @pytest.mark.parametrize("partial_rotary_factor", [1.0, 0.5, 0.25])
 def test_frequencies_are_those_of_transformers(scaling: dict[str, Any], partial_rotary_factor: float) -> None:
-    config = BASE | {"rope_scaling": scaling, "partial_rotary_factor": partial_rotary_factor}
+    config = config_of(scaling, partial_rotary_factor)
     spec = rope_spec_from_config(config)
     assert spec.rotary_dim == 64 * partial_rotary_factor
     assert_is_rope_of_transformers(spec, config)
@@ -72,21 +98,45 @@ def test_frequencies_are_those_of_transformers(scaling: dict[str, Any], partial_
 
 @scalings
 def test_both_spellings_of_a_configuration_mean_the_same(scaling: dict[str, Any]) -> None:
-    old = BASE | {"rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
-    new = {key: value for key, value in BASE.items() if key != "rope_theta"}
-    new["rope_parameters"] = {**scaling, "rope_theta": BASE["rope_theta"]}
+    old = config_of(scaling)
+    new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {**old["rope_scaling"], "rope_theta": BASE["rope_theta"]}
+    if scaling == {"rope_type": "default"}:
+        old["rope_scaling"] = None
     assert rope_spec_from_config(old) == rope_spec_from_config(new)
 
 
 @scalings
 def test_the_configuration_transformers_writes_is_understood(scaling: dict[str, Any]) -> None:
-    written = LlamaConfig(**BASE, rope_scaling=dict(scaling)).to_dict()
-    assert rope_spec_from_config(written) == rope_spec_from_config(BASE | {"rope_scaling": scaling})
+    config = config_of(scaling)
+    written = LlamaConfig(**copy.deepcopy(config)).to_dict()
+    assert rope_spec_from_config(written) == rope_spec_from_config(config)
 
 
 def test_old_type_key_is_read() -> None:
     spec = rope_spec_from_config(BASE | {"rope_scaling": {"type": "linear", "factor": 2.0}})
     assert spec.kind == "linear"
+
+
+def test_su_is_longrope() -> None:
+    config = config_of(SCALINGS["longrope"])
+    spec = rope_spec_from_config(config | {"rope_scaling": config["rope_scaling"] | {"rope_type": "su"}})
+    assert spec == rope_spec_from_config(config)
+    assert spec.kind == "longrope" and spec.position_limit == 4096
+
+
+def test_dynamic_is_that_of_transformers_for_the_longest_sequence() -> None:
+    config = config_of(ONLY_SGLANG["dynamic"])
+    longest = 4 * BASE["max_position_embeddings"]
+    inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](LlamaConfig(**copy.deepcopy(config)), seq_len=longest)
+    found = torch.tensor(rope_spec_from_config(config).inv_freq, dtype=torch.float64)
+    # As above, and a base that is itself a rounded product.
+    torch.testing.assert_close(found, inv_freq.double(), rtol=12 * 2**-24, atol=0)
+
+
+@pytest.mark.parametrize("spelling", [{"rope_pct": 0.25}, {"rotary_pct": 0.25}, {"rotary_dim": 16}])
+def test_partial_rotation_has_other_spellings(spelling: dict[str, Any]) -> None:
+    assert rope_spec_from_config(BASE | spelling) == rope_spec_from_config(BASE | {"partial_rotary_factor": 0.25})
 
 
 def test_training_length_of_the_model_wins_over_that_of_the_rope_parameters() -> None:
@@ -104,24 +154,66 @@ def test_head_dim_need_not_be_the_share_of_a_head() -> None:
         ({}, False),
         ({"model_type": "llama"}, False),
         ({"model_type": "glm4"}, True),
-        ({"rope_interleave": True}, True),
+        ({"model_type": "glm4", "rope_is_neox_style": True}, True),
         ({"rope_is_neox_style": False}, True),
-        ({"rope_is_neox_style": True, "model_type": "ernie4_5"}, False),
+        ({"model_type": "ernie4_5"}, True),
+        ({"model_type": "ernie4_5", "rope_is_neox_style": True}, False),
+        ({"rope_interleave": True}, False),
     ],
 )
 def test_pairing_is_read(extra: dict[str, Any], interleaved: bool) -> None:
     assert rope_spec_from_config(BASE | extra).interleaved is interleaved
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "proportional", "mrope", "axial"])
+@pytest.mark.parametrize("kind", ["proportional", "mrope", "axial", "deepseek_yarn"])
 def test_unsupported_rope_is_refused_by_name(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=kind):
         rope_spec_from_config(BASE | {"rope_scaling": {"rope_type": kind, "factor": 2.0}})
 
 
-def test_multimodal_positions_are_refused_under_any_type() -> None:
-    with pytest.raises(UnsupportedError, match="mrope"):
-        rope_spec_from_config(BASE | {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}})
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope"),
+        ({"rope_type": "yarn", "factor": 2.0, "mrope_section": [16, 24, 24]}, "mrope"),
+        ({"rope_type": "default", "use_fope": True, "num_kv_heads": 8}, "fope"),
+        ({"rope_type": "default", "fope_init_factor": 0.1}, "fope"),
+        ({"rope_type": "default", "num_inv_freq": 16}, "fope"),
+    ],
+)
+def test_other_embeddings_under_a_known_type_are_refused(scaling: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        rope_spec_from_config(BASE | {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dual_chunk_attention_config": {"chunk_size": 4096}}, "dual chunk"),
+        ({"rope_local_base_freq": 10_000.0}, "rope_local_base_freq"),
+        ({"swa_rope_theta": 10_000.0}, "swa_rope_theta"),
+        ({"layer_rope_theta": [1e4, 0.0]}, "layer_rope_theta"),
+        ({"partial_rotary_factors": [1.0, 0.5]}, "partial_rotary_factors"),
+        ({"rope_theta": [1e4, 1e6]}, "several rope_theta"),
+        ({"alibi": True}, "ALiBi"),
+        ({"position_embedding_type": "nope"}, "'nope'"),
+        ({"no_rope_layers": [1, 1, 1, 0]}, "NoPE"),
+        ({"no_rope_layer_interval": 4}, "NoPE"),
+        ({"model_type": "llama4_text", "no_rope_layers": [1]}, "llama4_text"),
+        ({"model_type": "cohere2", "sliding_window": 4096}, "cohere2"),
+        ({"model_type": "exaone4", "sliding_window": 4096}, "exaone4"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_layers_with_another_rope_or_none_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        rope_spec_from_config(BASE | changes)
+
+
+def test_fields_that_change_nothing_are_no_reason_to_refuse() -> None:
+    idle = {"alibi": False, "no_rope_layers": [1, 1], "no_rope_layer_interval": 4, "dual_chunk_attention_config": None}
+    assert rope_spec_from_config(BASE | idle | {"position_embedding_type": "rope"}) == rope_spec_from_config(BASE)
+    assert rope_spec_from_config(BASE | {"model_type": "exaone4", "sliding_window": None}).kind == "default"
 
 
 def test_rope_that_differs_between_layers_is_refused() -> None:
@@ -136,7 +228,12 @@ def test_rope_that_differs_between_layers_is_refused() -> None:
         ({key: value for key, value in BASE.items() if key != "rope_theta"}, "rope_theta"),
         (BASE | {"rope_theta": -1.0}, "rope_theta"),
         (BASE | {"rope_theta": math.nan}, "rope_theta"),
-        (BASE | {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        *((BASE | {"rope_scaling": {"rope_type": kind}}, "factor") for kind in ("linear", "dynamic", "llama3", "yarn")),
+        (BASE | {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
+        (BASE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rotary_dim": 2}, "single pair"),
+        (BASE | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 31}}, "expected 32 numbers"),
+        (BASE | {"rope_scaling": {"rope_type": "longrope", "short_factor": [0.0] * 32}}, "expected 32 numbers"),
+        (BASE | {"rotary_dim": 16, "partial_rotary_factor": 0.5}, "[16, 32]"),
         (BASE | {"partial_rotary_factor": 0.55}, "rotates 35 of 64"),
         (BASE | {"partial_rotary_factor": 1.5}, "rotates 96 of 64"),
         ({"rope_theta": 1e4}, "hidden_size"),
@@ -147,14 +244,20 @@ def test_missing_or_impossible_numbers_are_named(config: dict[str, Any], key: st
         rope_spec_from_config(config)
 
 
-@scalings
-@pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "interleaved"])
+def test_interleaved_longrope_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="longrope"):
+        rope_spec_from_config(config_of(SCALINGS["longrope"], rope_is_neox_style=False))
+
+
+@pytest.mark.parametrize(("scaling", "interleaved"), PAIRED.values(), ids=PAIRED.keys())
 @pytest.mark.parametrize("partial_rotary_factor", [1.0, 0.5, 0.25])
 def test_a_pos_04_undoing_and_redoing_gives_the_keys_back(
     scaling: dict[str, Any], interleaved: bool, partial_rotary_factor: float
 ) -> None:
-    config = BASE | {"rope_scaling": scaling, "partial_rotary_factor": partial_rotary_factor}
-    spec = rope_spec_from_config(config | {"rope_interleave": interleaved})
+    if scaling["rope_type"] == "longrope":
+        scaling = scaling | {"original_max_position_embeddings": 1 << 18}
+    spec = rope_spec_from_config(config_of(scaling, partial_rotary_factor, rope_is_neox_style=not interleaved))
+    assert spec.interleaved is interleaved
     keys = torch.rand(2, 5, 3, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
     for start in START_POSITIONS:
         positions = torch.arange(start, start + 5)
@@ -162,9 +265,24 @@ def test_a_pos_04_undoing_and_redoing_gives_the_keys_back(
         assert (rotate(undone, positions, spec) - keys).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("inverse", [False, True])
+def test_a_pos_02_beyond_the_trained_length_longrope_is_refused(inverse: bool) -> None:
+    spec = rope_spec_from_config(config_of(SCALINGS["longrope"]))
+    keys = torch.zeros(1, 4095, 1, 64)
+    for length in (4095, 4096):
+        assert (
+            Rotation(torch.arange(length), spec, inverse=inverse)(keys[:, :1], slice(length - 1, length)).shape[1] == 1
+        )
+    with pytest.raises(UnsupportedError, match=r"'longrope' is known up to position 4095 only, not at 4096"):
+        Rotation(torch.arange(4097), spec, inverse=inverse)
+    assert rotate(keys[:, :0], torch.arange(0), spec, inverse).shape == (1, 0, 1, 64)
+
+
 @scalings
 def test_a_pos_04_keys_rotated_by_the_model_are_undone(scaling: dict[str, Any]) -> None:
-    config = BASE | {"rope_scaling": scaling}
+    if scaling["rope_type"] == "longrope":
+        scaling = scaling | {"original_max_position_embeddings": 1 << 18}
+    config = config_of(scaling)
     spec, rope = rope_spec_from_config(config), transformers_rope(config)
     keys = torch.rand(1, 3, 5, 64, generator=torch.Generator().manual_seed(0)) - 0.5
     for start in START_POSITIONS:

@@ -32,9 +32,9 @@ def assert_as_good_as_plain(artifact: Artifact, chunk: KVChunk, found: Pair) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("computed_in", ["bfloat16", "float32"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["scale one", "scaled"])
-def test_decoding_is_as_exact_as_the_plain_path_allows(dtype: str, computed_in: str, scaled: bool) -> None:
-    artifact = make_artifact(dataclasses.replace(GEOMETRY, dtype=dtype), scaled=scaled)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_decoding_is_as_exact_as_the_plain_path_allows(dtype: str, computed_in: str, weighted: bool) -> None:
+    artifact = make_artifact(dataclasses.replace(GEOMETRY, dtype=dtype), weighted=weighted)
     chunk = make_chunk(artifact, 40, 3000)
     codec = KVCodec(artifact, CodecConfig(compute_dtype=computed_in))
     frame = codec.encode(chunk, FrameKind.CODED).frame
@@ -112,7 +112,7 @@ def test_fp8_frames_are_within_the_format(dtype: str) -> None:
 @pytest.mark.parametrize("spread", [1e-8, 1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("kind", [FrameKind.CODED, FrameKind.FP8])
 def test_a_num_02_small_and_large_ranges_are_coded(spread: float, kind: FrameKind) -> None:
-    artifact = make_artifact(scaled=False)
+    artifact = make_artifact(weighted=False)
     generator = torch.Generator().manual_seed(0)
     keys = (torch.rand(3, 9, 2, 16, generator=generator) - 0.5) * spread
     values = (torch.rand(3, 9, 2, 12, generator=generator) - 0.5) * spread
@@ -160,7 +160,7 @@ def test_a_plan_without_groups_restores_the_mean() -> None:
 
 @pytest.mark.parametrize("constant", [-100.0, -0.5, 0.0, 0.5, 100.0])
 def test_a_num_03_constant_kv_is_recovered(constant: float) -> None:
-    artifact = make_artifact(scaled=False)
+    artifact = make_artifact(weighted=False)
     chunk = KVChunk(torch.zeros(3, 6, 2, 16).bfloat16(), torch.full((3, 6, 2, 12), constant).bfloat16(), 0)
     codec = KVCodec(artifact, CodecConfig())
     for kind in (FrameKind.RAW, FrameKind.FP8):

@@ -13,7 +13,7 @@ from sglang_kvtc.types import Side
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 SIDES = pytest.mark.parametrize("side", list(Side), ids=lambda side: side.name)
-SCALED = pytest.mark.parametrize("scaled", [False, True], ids=["scale one", "scaled"])
+WEIGHTED = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 START = 1000
 
 
@@ -30,9 +30,9 @@ def undo(artifact: Artifact, num_tokens: int) -> Rotation:
 
 @DTYPES
 @SIDES
-@SCALED
-def test_coefficients_are_as_exact_as_the_plain_path_allows(dtype: torch.dtype, side: Side, scaled: bool) -> None:
-    artifact = make_artifact(scaled=scaled)
+@WEIGHTED
+def test_coefficients_are_as_exact_as_the_plain_path_allows(dtype: torch.dtype, side: Side, weighted: bool) -> None:
+    artifact = make_artifact(weighted=weighted)
     chunk = make_chunk(artifact, 33, START)
     values = chunk.keys if side is Side.K else chunk.values
     coding = coding_of(artifact, side, dtype)
@@ -46,16 +46,16 @@ def test_coefficients_are_as_exact_as_the_plain_path_allows(dtype: torch.dtype, 
 
 
 @DTYPES
-@SCALED
-def test_zero_coefficients_reconstruct_the_mean(dtype: torch.dtype, scaled: bool) -> None:
-    artifact = make_artifact(scaled=scaled)
+@WEIGHTED
+def test_zero_coefficients_reconstruct_the_mean(dtype: torch.dtype, weighted: bool) -> None:
+    artifact = make_artifact(weighted=weighted)
     basis = artifact.v
     assert basis is not None
     transform = coding_of(artifact, Side.V, dtype).transform
     coefficients = transform.empty_coefficients(2)
     coefficients[: transform.num_components] = 0
     features = transform.reconstruct(coefficients.T.contiguous(), range(GEOMETRY.num_layers)).flatten(1)
-    mean = torch.from_numpy(basis.mean / basis.scale)
+    mean = torch.from_numpy(basis.mean)
     # One rounding to the dtype: the mean itself is held exactly enough not to add another.
     assert ((features - mean).abs() <= mean.abs() * torch.finfo(dtype).eps * 0.51).all()
 
@@ -76,11 +76,11 @@ def test_a_block_of_layers_is_that_part_of_the_whole(dtype: torch.dtype, side: S
         torch.testing.assert_close(part, whole[:, layer : layer + 1], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_weights_are_held_once_where_the_scale_is_one(scaled: bool) -> None:
-    transform = coding_of(make_artifact(scaled=scaled), Side.K, torch.bfloat16).transform
+@pytest.mark.parametrize("weighted", [False, True])
+def test_weights_are_held_once_where_there_are_no_weights(weighted: bool) -> None:
+    transform = coding_of(make_artifact(weighted=weighted), Side.K, torch.bfloat16).transform
     addresses = {weight.data_ptr() for weight in (transform._project_weight, transform._reconstruct_weight)}
-    assert len(addresses) == (2 if scaled else 1)
+    assert len(addresses) == (2 if weighted else 1)
 
 
 def test_tiles_cover_the_layers_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_kvtc.artifact.schema import (
@@ -36,18 +37,27 @@ def rope_of(geometry: ModelGeometry, *, rotary_dim: int = 0, interleaved: bool =
     return RopeSpec("default", rotary_dim, inv_freq, factor, interleaved)
 
 
-def side_basis(num_features: int, seed: int, scaled: bool) -> SideBasis:
-    rng = np.random.default_rng(seed)
+def side_basis(geometry: ModelGeometry, side: Side, weighted: bool) -> SideBasis:
+    num_features = geometry.features(side)
+    rng = np.random.default_rng(1 + side)
     columns, _ = np.linalg.qr(rng.standard_normal((num_features, RANK)))
     variances = (4.0 * np.arange(1, RANK + 1) ** -1.0).astype(np.float32)
-    scale = rng.uniform(0.5, 2, num_features) if scaled else np.ones(num_features)
     return SideBasis(
-        scale=scale.astype(np.float32),
+        weights=head_weights(geometry, side, rng) if weighted else None,
         mean=rng.standard_normal(num_features).astype(np.float32),
         basis=columns.astype(np.float16),
         variances=variances,
         total_variance=float(variances.sum()),
     )
+
+
+def head_weights(geometry: ModelGeometry, side: Side, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """Symmetric matrices with eigenvalues from 0.5 to 2."""
+    head_dim = geometry.features(side) // (geometry.num_layers * geometry.num_kv_heads)
+    axes, _ = np.linalg.qr(rng.standard_normal((geometry.num_layers, geometry.num_kv_heads, head_dim, head_dim)))
+    eigenvalues = rng.uniform(0.5, 2, axes.shape[:-1])
+    weights = (axes * eigenvalues[..., None, :]) @ axes.swapaxes(-1, -2)
+    return ((weights + weights.swapaxes(-1, -2)) / 2).astype(np.float32)
 
 
 def make_artifact(
@@ -56,16 +66,16 @@ def make_artifact(
     groups: tuple[Group, ...] = GROUPS,
     *,
     rule: RangeRule = "minmax",
-    scaled: bool = True,
+    weighted: bool = True,
 ) -> Artifact:
-    """One plan of ratio RATIO, the same for K and V. scaled: features weighted by other scales than one."""
+    """One plan of ratio RATIO, the same for K and V. weighted: features are, by `head_weights`."""
     plan = SidePlan(groups, predicted_error=0.1, range_rule=rule)
     return Artifact(
         geometry=geometry,
         rope=rope or rope_of(geometry),
         fingerprint=ModelFingerprint("Toy", "toy", "0" * 32),
-        k=side_basis(geometry.features(Side.K), 1, scaled),
-        v=side_basis(geometry.features(Side.V), 2, scaled),
+        k=side_basis(geometry, Side.K, weighted),
+        v=side_basis(geometry, Side.V, weighted),
         plans=(Plan(RATIO, plan, plan),),
         digest=bytes(range(16)),
     )
@@ -82,10 +92,13 @@ def make_chunk(artifact: Artifact, num_tokens: int, start_position: int = 100, s
             raise ValueError("the artifact has no bases")
         coefficients = rng.standard_normal((num_tokens, RANK)) * np.sqrt(basis.variances)
         noise = 0.01 * rng.standard_normal((num_tokens, geometry.features(side)))
-        features = (coefficients @ basis.basis.astype(float).T + basis.mean + noise) / basis.scale
         head_dim = geometry.head_dim if side is Side.K else geometry.v_head_dim
         shape = (num_tokens, geometry.num_layers, geometry.num_kv_heads, head_dim)
-        tensors.append(torch.from_numpy(features).reshape(shape).transpose(0, 1).contiguous())
+        centred = (coefficients @ basis.basis.astype(float).T + noise).reshape(shape)
+        if basis.weights is not None:
+            centred = np.einsum("tlhd,lhde->tlhe", centred, np.linalg.inv(basis.weights.astype(float)))
+        features = centred + basis.mean.reshape(shape[1:])
+        tensors.append(torch.from_numpy(features).transpose(0, 1).contiguous())
     positions = torch.arange(start_position, start_position + num_tokens)
     dtype: torch.dtype = getattr(torch, geometry.dtype)
     return KVChunk(rotate(tensors[0].float(), positions, artifact.rope).to(dtype), tensors[1].to(dtype), start_position)

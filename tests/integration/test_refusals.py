@@ -14,6 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_kvtc.artifact.fingerprint import fingerprint_model
 from sglang_kvtc.artifact.io import save_artifact
+from sglang_kvtc.artifact.shard import SHARD_KEY, shards_of
 from sglang_kvtc.calibrate.demo_model import demo_model_dir
 from sglang_kvtc.config import CONFIG_ENV, EvictionConfig
 from sglang_kvtc.errors import ConfigError, UnsupportedError
@@ -93,6 +94,18 @@ def test_an_artifact_of_another_checkpoint_is_refused_by_name(parser: argparse.A
     save_artifact(ARTIFACT, tmp_path)
     message = refusal(parser, "--enable-kvtc", "--kvtc-artifact", str(tmp_path))
     assert "was made for toy" in message and "calibrate" in message
+
+
+def test_an_artifact_for_one_rank_of_several_is_refused_by_name(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    geometry = ARTIFACT.geometry
+    shard = shards_of(dataclasses.replace(geometry, num_kv_heads=2 * geometry.num_kv_heads), tp_size=2, pp_size=1)[1]
+    fingerprint = fingerprint_model(demo_model_dir())
+    provenance = {SHARD_KEY: shard.record()}
+    save_artifact(dataclasses.replace(ARTIFACT, fingerprint=fingerprint, provenance=provenance), tmp_path)
+    message = refusal(parser, "--enable-kvtc", "--kvtc-artifact", str(tmp_path))
+    assert "rank tp1-pp0 of a model that is spread over 2 ranks" in message
 
 
 def test_a_sec_01_a_pickle_is_no_artifact_and_runs_nothing(parser: argparse.ArgumentParser, tmp_path: Path) -> None:

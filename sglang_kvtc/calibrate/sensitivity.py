@@ -1,0 +1,142 @@
+"""How much the model's output depends on each KV head: the metric in which preset "sensitivity" measures errors.
+
+The paper minimises the squared error of K and V, but what counts is the output. To second order, an error d of what is
+cached for a token moves the distribution of the tokens after it by a KL divergence of d^T F d / 2, where F is the
+Fisher information: the mean of g g^T, g being the gradient of the log-probability of tokens drawn from that
+distribution. One backward pass through a short continuation gives g for all layers, heads and tokens of its context, so
+that nothing has to be probed one by one. Of F the block of every layer and KV head is kept, averaged over tokens.
+Weighting the centred features of a head by the square root of its block turns the error that matters into a squared
+error, which the PCA and the bit allocation then minimise, for K and V in the same unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_kvtc.artifact.schema import RopeSpec
+from sglang_kvtc.calibrate.causal_lm import filled_cache, prefill
+from sglang_kvtc.calibrate.collect import SINK_TOKENS
+from sglang_kvtc.calibrate.corpus import TokenSequence
+from sglang_kvtc.calibrate.progress import Progress
+from sglang_kvtc.codec.rope import rotate
+from sglang_kvtc.errors import ConfigError
+
+NUM_SEQUENCES = 24
+"""Sequences that are enough: the block of a head is a mean over some thousand tokens of them."""
+CONTINUATION_ONE_IN = 6
+"""One token in so many of a sequence continues the rest, whose cache is what errors are imagined in."""
+_WINDOW_TOKENS = 128
+"""Last tokens of the context that are left out, as they are not coded; at most one in eight of it."""
+_SHRINKAGE = 0.1
+"""Share of a head's mean information that is spread over its channels, so that none seems to be free of cost."""
+_LEAST_INFORMATION = 1e-4
+"""Least information of a head, relative to the mean of its side: one that is never attended to has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Fisher information of K before RoPE and of V, summed over the tokens of a continuation, averaged over the cached.
+
+    k, v: f64[num_layers, num_kv_heads, head size, head size]. num_sequences: it was measured on. standard_error: of the
+    trace of a block, relative to it, the median over all heads of both sides.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    continuation_tokens: int
+    num_sequences: int
+    standard_error: float
+
+    def describe(self) -> str:
+        """For the provenance of an artifact."""
+        return (
+            f"Fisher information on {self.num_sequences} sequences, standard error {self.standard_error:.0%} of a head"
+        )
+
+    def weights(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Square roots of the blocks of K and V, regularised, with one common factor that makes them 1 on average.
+
+        Symmetric and positive definite, in the shape of the blocks: SideBasis.weights of a whole model.
+        """
+        values, vectors = zip(*(torch.linalg.eigh(_regularised(side)) for side in (self.k, self.v)), strict=True)
+        unit = torch.cat([side.flatten() for side in values]).log().mean().exp()
+        k, v = (
+            ((axes * (eigenvalues / unit).sqrt()[..., None, :]) @ axes.mT).float().numpy()
+            for eigenvalues, axes in zip(values, vectors, strict=True)
+        )
+        return k, v
+
+
+def _regularised(information: torch.Tensor) -> torch.Tensor:
+    """Blocks without directions or heads that cost nothing."""
+    head_dim = information.shape[-1]
+    per_channel = information.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+    least = _LEAST_INFORMATION * float(per_channel.mean())
+    if least <= 0:
+        raise ConfigError("the model's output does not depend on its KV cache: nothing can be weighted by it")
+    spread = (_SHRINKAGE * per_channel).clamp(min=least)
+    return (1 - _SHRINKAGE) * information + spread[..., None, None] * torch.eye(head_dim, dtype=information.dtype)
+
+
+def measure_sensitivity(
+    model: Any, sequences: Sequence[TokenSequence], rope: RopeSpec, *, seed: int, progress: Progress
+) -> Sensitivity:
+    """Measure it on the longest of `sequences`, NUM_SEQUENCES of them at most, spread evenly.
+
+    Memory is that of a backward pass through a sixth of a sequence. Raises ConfigError for sequences too short to have
+    a continuation and for a model whose output does not depend on its cache.
+    """
+    longest = max((len(sequence.token_ids) for sequence in sequences), default=0)
+    if longest // CONTINUATION_ONE_IN < 1 or longest <= 2 * SINK_TOKENS:
+        raise ConfigError(f"the sensitivity of a model is measured on sequences, the longest has {longest} tokens")
+    long = [sequence for sequence in sequences if len(sequence.token_ids) == longest]
+    picked = np.unique(np.linspace(0, len(long) - 1, NUM_SEQUENCES).astype(np.int64))
+    generator = torch.Generator().manual_seed(seed)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with progress.stage("sensitivity", len(picked), "sequences") as advance:
+        for index in picked:
+            found.append(_information(model, long[index].token_ids, rope, generator))
+            advance(1)
+    k, v = (torch.stack(side) for side in zip(*found, strict=True))
+    return Sensitivity(
+        k.mean(dim=0), v.mean(dim=0), longest // CONTINUATION_ONE_IN, len(picked), _standard_error([k, v])
+    )
+
+
+def _standard_error(by_sequence: Sequence[torch.Tensor]) -> float:
+    traces = torch.cat([side.diagonal(dim1=-2, dim2=-1).sum(dim=-1).flatten(1) for side in by_sequence], dim=1)
+    if len(traces) < 2:
+        return float("nan")
+    errors = traces.std(dim=0) / len(traces) ** 0.5 / traces.mean(dim=0).clamp(min=torch.finfo(traces.dtype).tiny)
+    return float(errors.median())
+
+
+def _information(
+    model: Any, token_ids: Sequence[int], rope: RopeSpec, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Information of one sequence, K and V: f64[num_layers, num_kv_heads, head size, head size]."""
+    num_context = len(token_ids) - len(token_ids) // CONTINUATION_ONE_IN
+    # Copies: what inference mode made cannot be differentiated by.
+    keys, values = (cache.clone().requires_grad_() for cache in prefill(model, token_ids[:num_context]))
+    input_ids = torch.tensor([token_ids[num_context:]], device=model.device)
+    cache = filled_cache(model, keys, values)
+    log_probs = model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(dim=-1)
+    drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(model.device)
+    gradients = torch.autograd.grad(log_probs.gather(1, drawn).sum(), (keys, values))
+    k, v = (gradient.float().cpu() for gradient in gradients)
+    # The rotation is orthogonal up to its factor, which undoing divides by and a gradient is multiplied by.
+    k = rotate(k, torch.arange(num_context), rope, inverse=True) * rope.attention_factor**2
+    coded = slice(SINK_TOKENS, num_context - min(_WINDOW_TOKENS, num_context // 8))
+    return _outer_mean(k[:, coded]), _outer_mean(v[:, coded])
+
+
+def _outer_mean(gradients: torch.Tensor) -> torch.Tensor:
+    """Mean of g g^T over tokens, by layer and head. gradients: f32[num_layers, num_tokens, num_kv_heads, head size]."""
+    by_head = gradients.transpose(1, 2)
+    return (by_head.mT @ by_head).double() / gradients.shape[1]
