@@ -62,8 +62,6 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     num_layers, num_heads = sensitivity.k.shape[:2]
     heads = [(side, layer, head) for side in Side for layer in range(num_layers) for head in range(num_heads)]
     generator = torch.Generator().manual_seed(args.seed)
-    # The information is that of a continuation of its own length.
-    share = args.suffix_tokens / sensitivity.continuation_tokens
     rows: list[dict[str, object]] = []
     for side, layer, head in random.Random(args.seed).sample(heads, min(args.probes, len(heads))):
         block = (sensitivity.k if side is Side.K else sensitivity.v)[layer, head]
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
             for whole, noise in zip(changed, (keys, values), strict=True):
                 whole[:, SINK_TOKENS : whole.shape[1] - WINDOW_TOKENS] += noise
             changes.append(compare(passage.log_probs, log_probs(model, *changed, passage.suffix), passage.suffix))
-            predicted += float(block.diagonal().mean()) * squared / 2 * share
+            predicted += float(block.diagonal().mean()) * squared / 2 * args.suffix_tokens
         measured = sum(change.kl for change in changes)
         num_tokens = sum(change.num_tokens for change in changes)
         rows.append(

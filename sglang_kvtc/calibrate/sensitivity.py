@@ -27,10 +27,12 @@ from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.codec.rope import rotate
 from sglang_kvtc.errors import ConfigError
 
-NUM_SEQUENCES = 24
+NUM_SEQUENCES = 20
 """Sequences that are enough: the block of a head is a mean over some thousand tokens of them."""
 CONTINUATION_ONE_IN = 6
 """One token in so many of a sequence continues the rest, whose cache is what errors are imagined in."""
+_DRAWS = 2
+"""Continuations that are drawn per sequence: a backward pass each, of one forward pass."""
 _WINDOW_TOKENS = 128
 """Last tokens of the context that are left out, as they are not coded; at most one in eight of it."""
 _SHRINKAGE = 0.1
@@ -41,7 +43,7 @@ _LEAST_INFORMATION = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Fisher information of K before RoPE and of V, summed over the tokens of a continuation, averaged over the cached.
+    """Fisher information of K before RoPE and of V for the next token, averaged over cached and next tokens.
 
     k, v: f64[num_layers, num_kv_heads, head size, head size]. num_sequences: it was measured on. standard_error: of the
     trace of a block, relative to it, the median over all heads of both sides.
@@ -49,7 +51,6 @@ class Sensitivity:
 
     k: torch.Tensor
     v: torch.Tensor
-    continuation_tokens: int
     num_sequences: int
     standard_error: float
 
@@ -87,26 +88,24 @@ def _regularised(information: torch.Tensor) -> torch.Tensor:
 def measure_sensitivity(
     model: Any, sequences: Sequence[TokenSequence], rope: RopeSpec, *, seed: int, progress: Progress
 ) -> Sensitivity:
-    """Measure it on the longest of `sequences`, NUM_SEQUENCES of them at most, spread evenly.
+    """Measure it on the longest of `sequences`, NUM_SEQUENCES of them at most.
 
     Memory is that of a backward pass through a sixth of a sequence. Raises ConfigError for sequences too short to have
     a continuation and for a model whose output does not depend on its cache.
     """
-    longest = max((len(sequence.token_ids) for sequence in sequences), default=0)
-    if longest // CONTINUATION_ONE_IN < 1 or longest <= 2 * SINK_TOKENS:
-        raise ConfigError(f"the sensitivity of a model is measured on sequences, the longest has {longest} tokens")
-    long = [sequence for sequence in sequences if len(sequence.token_ids) == longest]
-    picked = np.unique(np.linspace(0, len(long) - 1, NUM_SEQUENCES).astype(np.int64))
+    longest = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))[:NUM_SEQUENCES]
+    usable = [sequence for sequence in longest if len(sequence.token_ids) > 2 * SINK_TOKENS]
+    if not usable:
+        length = len(longest[0].token_ids) if longest else 0
+        raise ConfigError(f"the sensitivity of a model is measured on sequences, the longest has {length} tokens")
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with progress.stage("sensitivity", len(picked), "sequences") as advance:
-        for index in picked:
-            found.append(_information(model, long[index].token_ids, rope, generator))
+    with progress.stage("sensitivity", len(usable), "sequences") as advance:
+        for sequence in usable:
+            found.append(_information(model, sequence.token_ids, rope, generator))
             advance(1)
     k, v = (torch.stack(side) for side in zip(*found, strict=True))
-    return Sensitivity(
-        k.mean(dim=0), v.mean(dim=0), longest // CONTINUATION_ONE_IN, len(picked), _standard_error([k, v])
-    )
+    return Sensitivity(k.mean(dim=0), v.mean(dim=0), len(usable), _standard_error([k, v]))
 
 
 def _standard_error(by_sequence: Sequence[torch.Tensor]) -> float:
@@ -121,19 +120,27 @@ def _information(
     model: Any, token_ids: Sequence[int], rope: RopeSpec, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Information of one sequence, K and V: f64[num_layers, num_kv_heads, head size, head size]."""
-    num_context = len(token_ids) - len(token_ids) // CONTINUATION_ONE_IN
+    num_continuation = len(token_ids) // CONTINUATION_ONE_IN
+    num_context = len(token_ids) - num_continuation
     # Copies: what inference mode made cannot be differentiated by.
     keys, values = (cache.clone().requires_grad_() for cache in prefill(model, token_ids[:num_context]))
     input_ids = torch.tensor([token_ids[num_context:]], device=model.device)
     cache = filled_cache(model, keys, values)
     log_probs = model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(dim=-1)
-    drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(model.device)
-    gradients = torch.autograd.grad(log_probs.gather(1, drawn).sum(), (keys, values))
-    k, v = (gradient.float().cpu() for gradient in gradients)
-    # The rotation is orthogonal up to its factor, which undoing divides by and a gradient is multiplied by.
-    k = rotate(k, torch.arange(num_context), rope, inverse=True) * rope.attention_factor**2
+    probabilities = log_probs.detach().exp().cpu()
     coded = slice(SINK_TOKENS, num_context - min(_WINDOW_TOKENS, num_context // 8))
-    return _outer_mean(k[:, coded]), _outer_mean(v[:, coded])
+    found = []
+    for draw in range(_DRAWS):
+        drawn = torch.multinomial(probabilities, 1, generator=generator).to(model.device)
+        log_prob = log_probs.gather(1, drawn).sum()
+        gradients = torch.autograd.grad(log_prob, (keys, values), retain_graph=draw < _DRAWS - 1)
+        k, v = (gradient.float().cpu() for gradient in gradients)
+        # The rotation is orthogonal up to its factor, which undoing divides by and a gradient is multiplied by.
+        k = rotate(k, torch.arange(num_context), rope, inverse=True) * rope.attention_factor**2
+        found.append((_outer_mean(k[:, coded]), _outer_mean(v[:, coded])))
+    # What is drawn for one token says nothing about another, so the information of all of them is a sum.
+    k, v = (torch.stack(side).mean(dim=0) / num_continuation for side in zip(*found, strict=True))
+    return k, v
 
 
 def _outer_mean(gradients: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def test_paper_preset_leaves_the_features_unweighted(artifact: Artifact) -> None
 def test_default_preset_weighs_features_shares_bits_and_cuts_off_extremes(tiny_llama: Path) -> None:
     artifact = calibrate(settings(tiny_llama, preset=Calibration(tiny_llama).preset), SilentProgress())
     assert artifact.provenance["preset"] == "sensitivity"
-    assert "Fisher information on 12 sequences" in artifact.provenance["sensitivity"]
+    assert "Fisher information on 20 sequences" in artifact.provenance["sensitivity"]
     geometry = artifact.geometry
     for plan in artifact.plans:
         bits = sum(plan.side(side).bits_per_token for side in Side)
