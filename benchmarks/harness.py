@@ -6,6 +6,7 @@ its sinks and its last tokens stay as they are; the suffix is then teacher-force
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,15 @@ import torch
 
 from sglang_kvtc.benchmarks.baselines import Coded
 from sglang_kvtc.calibrate.causal_lm import continue_from, prefill
-from sglang_kvtc.calibrate.corpus import Document, TokenSequence, in_turn, tokenize
+from sglang_kvtc.calibrate.corpus import (
+    BUILTIN,
+    Document,
+    TokenSequence,
+    in_turn,
+    read_documents,
+    split_documents,
+    tokenize,
+)
 from sglang_kvtc.errors import ConfigError
 
 SINK_TOKENS = 4
@@ -88,6 +97,35 @@ class Quality:
     coded_bytes: int
     stored_bytes: int
     prefix_bytes: int
+
+
+def add_passage_arguments(
+    parser: argparse.ArgumentParser, documents: int, prefix_tokens: int, suffix_tokens: int
+) -> None:
+    """Which held-out text, with these sizes by default."""
+    parser.add_argument("--documents", type=int, default=documents, help="held-out documents (default %(default)s)")
+    parser.add_argument(
+        "--prefix-tokens", type=int, default=prefix_tokens, help="cached context of each (default %(default)s)"
+    )
+    parser.add_argument(
+        "--suffix-tokens", type=int, default=suffix_tokens, help="tokens scored after it (default %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default %(default)s)")
+
+
+def held_out_passages(args: argparse.Namespace, model: Any, tokenizer: Any, cache_dtype: torch.dtype) -> list[Passage]:
+    """The built-in held-out text that `add_passage_arguments` ask for."""
+    _, held_out = split_documents(read_documents([BUILTIN], tokenizer))
+    return load_passages(
+        model,
+        tokenizer,
+        held_out,
+        count=args.documents,
+        prefix_tokens=args.prefix_tokens,
+        suffix_tokens=args.suffix_tokens,
+        cache_dtype=cache_dtype,
+        seed=args.seed,
+    )
 
 
 def load_passages(

@@ -17,8 +17,9 @@ from sglang_kvtc.benchmarks.harness import (
     WINDOW_TOKENS,
     Passage,
     PositionChanges,
+    add_passage_arguments,
     compare_positions,
-    load_passages,
+    held_out_passages,
     mean_and_error,
     means,
     position_rows,
@@ -34,7 +35,6 @@ from sglang_kvtc.benchmarks.schemes import (
 )
 from sglang_kvtc.benchmarks.tasks import comma_separated
 from sglang_kvtc.calibrate.causal_lm import DTYPES, load_model, load_tokenizer
-from sglang_kvtc.calibrate.corpus import BUILTIN, read_documents, split_documents
 from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.codec.codec import KVCodec
 from sglang_kvtc.config import CodecConfig, TierConfig
@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_METHODS,
         help=f"as of `bench tasks`; the tier has kvtc alone (default {','.join(DEFAULT_METHODS)})",
     )
-    parser.add_argument("--documents", type=int, default=6, help="held-out documents (default %(default)s)")
-    parser.add_argument("--prefix-tokens", type=int, default=640, help="the first turn (default %(default)s)")
-    parser.add_argument("--suffix-tokens", type=int, default=384, help="tokens read on after it (default %(default)s)")
+    # The prefix is the tier's first turn.
+    add_passage_arguments(parser, documents=6, prefix_tokens=640, suffix_tokens=384)
     parser.add_argument("--interval", type=int, default=16, help="the paper's c: code so often (default %(default)s)")
     parser.add_argument("--window", type=int, default=WINDOW_TOKENS, help="last tokens not coded (default %(default)s)")
     parser.add_argument("--turn-tokens", type=int, default=192, help="of the tier's later turns (default %(default)s)")
@@ -67,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="a row per so many positions instead of one for all",
     )
-    parser.add_argument("--seed", type=int, default=0, help="order of the documents (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
@@ -79,17 +77,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     readers = list(_readers(args, calibrated))
     tokenizer = load_tokenizer(model_dir)
     model = load_model(model_dir, "float32")
-    _, held_out = split_documents(read_documents([BUILTIN], tokenizer))
-    passages = load_passages(
-        model,
-        tokenizer,
-        held_out,
-        count=args.documents,
-        prefix_tokens=args.prefix_tokens,
-        suffix_tokens=args.suffix_tokens,
-        cache_dtype=DTYPES[calibrated[0].artifact.geometry.dtype],
-        seed=args.seed,
-    )
+    passages = held_out_passages(args, model, tokenizer, DTYPES[calibrated[0].artifact.geometry.dtype])
     rows: list[dict[str, object]] = []
     with progress.stage("held-out documents", len(readers) * len(passages), "readings") as advance:
         for protocol, method, read in readers:

@@ -15,11 +15,10 @@ from typing import get_args
 
 from sglang_kvtc.artifact.io import load_artifact
 from sglang_kvtc.benchmarks.baselines import fp8, integer
-from sglang_kvtc.benchmarks.harness import Method, evaluate, load_passages, summarize
+from sglang_kvtc.benchmarks.harness import Method, add_passage_arguments, evaluate, held_out_passages, summarize
 from sglang_kvtc.benchmarks.schemes import kvtc
 from sglang_kvtc.calibrate.calibration import cached_calibration
 from sglang_kvtc.calibrate.causal_lm import DTYPES, load_config, load_model, load_tokenizer, model_geometry
-from sglang_kvtc.calibrate.corpus import BUILTIN, read_documents, split_documents
 from sglang_kvtc.calibrate.demo_artifact import DEMO_RATIOS, DEMO_TOKENS, demo_calibration
 from sglang_kvtc.calibrate.demo_model import default_cache_dir, demo_model_dir
 from sglang_kvtc.calibrate.settings import Preset
@@ -37,10 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratios", type=_ratios, default=DEMO_RATIOS, help="all target ratios, comma-separated")
     parser.add_argument("--presets", type=_names, default=PRESETS, help=f"of {','.join(PRESETS)} (default: all)")
     parser.add_argument("--tokens", type=int, default=DEMO_TOKENS, help="calibration tokens (default %(default)s)")
-    parser.add_argument("--documents", type=int, default=6, help="held-out documents (default %(default)s)")
-    parser.add_argument("--prefix-tokens", type=int, default=1024, help="coded context (default %(default)s)")
-    parser.add_argument("--suffix-tokens", type=int, default=192, help="tokens scored after it (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="order of the documents (default %(default)s)")
+    add_passage_arguments(parser, documents=6, prefix_tokens=1024, suffix_tokens=192)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
@@ -56,17 +52,8 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     }
     tokenizer = load_tokenizer(model_dir)
     model = load_model(model_dir, "float32")
-    _, held_out = split_documents(read_documents([BUILTIN], tokenizer))
-    passages = load_passages(
-        model,
-        tokenizer,
-        held_out,
-        count=args.documents,
-        prefix_tokens=args.prefix_tokens,
-        suffix_tokens=args.suffix_tokens,
-        cache_dtype=DTYPES[model_geometry(load_config(model_dir)).dtype],
-        seed=args.seed,
-    )
+    cache_dtype = DTYPES[model_geometry(load_config(model_dir)).dtype]
+    passages = held_out_passages(args, model, tokenizer, cache_dtype)
     rows: list[dict[str, object]] = []
 
     def add(method: str, preset: str, target_ratio: float, function: Method, **uncoded: int) -> None:

@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_kvtc.benchmarks.harness import SINK_TOKENS, WINDOW_TOKENS, Passage, compare, load_passages, log_probs
+from sglang_kvtc.benchmarks.harness import (
+    SINK_TOKENS,
+    WINDOW_TOKENS,
+    Passage,
+    add_passage_arguments,
+    compare,
+    held_out_passages,
+    log_probs,
+)
 from sglang_kvtc.calibrate.causal_lm import load_config, load_model, load_tokenizer
 from sglang_kvtc.calibrate.corpus import BUILTIN, read_documents, split_documents, token_sequences
 from sglang_kvtc.calibrate.demo_model import default_cache_dir, demo_model_dir
@@ -31,10 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="demo model")
     parser.add_argument("--probes", type=int, default=24, help="heads to add noise to (default %(default)s)")
     parser.add_argument("--noise", type=float, default=0.1, help="its size (default %(default)s)")
-    parser.add_argument("--documents", type=int, default=3, help="held-out documents (default %(default)s)")
-    parser.add_argument("--prefix-tokens", type=int, default=1024, help="cached context (default %(default)s)")
-    parser.add_argument("--suffix-tokens", type=int, default=192, help="tokens scored after it (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of heads, noise and text (default %(default)s)")
+    add_passage_arguments(parser, documents=3, prefix_tokens=1024, suffix_tokens=192)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
@@ -43,22 +48,13 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     rope = rope_spec_from_config(load_config(model_dir).to_dict())
     tokenizer = load_tokenizer(model_dir)
     model = load_model(model_dir, "float32")
-    documents, held_out = split_documents(read_documents([BUILTIN], tokenizer))
+    documents, _ = split_documents(read_documents([BUILTIN], tokenizer))
     length = args.prefix_tokens + args.suffix_tokens
     sequences = token_sequences(
         documents, tokenizer, num_tokens=4 * NUM_SEQUENCES * length, max_length=length, seed=args.seed
     )
     sensitivity = measure_sensitivity(model, sequences, rope, seed=args.seed, progress=TerminalProgress())
-    passages = load_passages(
-        model,
-        tokenizer,
-        held_out,
-        count=args.documents,
-        prefix_tokens=args.prefix_tokens,
-        suffix_tokens=args.suffix_tokens,
-        cache_dtype=torch.float32,
-        seed=args.seed,
-    )
+    passages = held_out_passages(args, model, tokenizer, torch.float32)
     num_layers, num_heads = sensitivity.k.shape[:2]
     heads = [(side, layer, head) for side in Side for layer in range(num_layers) for head in range(num_heads)]
     generator = torch.Generator().manual_seed(args.seed)
