@@ -253,7 +253,7 @@ def test_a_num_08_codec_reaches_its_quality_on_a_real_model() -> None:
     """The goal of design.md section 7, with one calibration that later runs read from the cache folder."""
     parser = argparse.ArgumentParser()
     quality.add_arguments(parser)
-    rows = quality.run(parser.parse_args(["--presets", "sensitivity"]))
+    rows = quality.run(parser.parse_args(["--presets", "sensitivity", "--documents", "3"]))
     kvtc = {row["target_ratio"]: row for row in rows if row["method"] == "kvtc"}
     nodes = {row["target_ratio"]: row for row in rows if row["method"] == "kvtc node"}
     baselines = {row["method"]: row for row in rows if not row["preset"]}
