@@ -84,9 +84,9 @@ def _restored(
     """K and V of one node after they were frames, whose bytes are added to `sizes`."""
     parts = []
     stored_bytes = 0
-    for tokens, kind in codec.segments(start_position, keys.shape[1], min_coded_tokens=min_coded_tokens):
+    for tokens, kind, plan in codec.segments(start_position, keys.shape[1], min_coded_tokens=min_coded_tokens):
         window = slice(tokens.start - start_position, tokens.stop - start_position)
-        encoded = codec.encode(KVChunk(keys[:, window], values[:, window], tokens.start), kind)
+        encoded = codec.encode(KVChunk(keys[:, window], values[:, window], tokens.start), kind, plan)
         opened = codec.open(encoded.frame, tokens.start, len(tokens))
         parts.append(opened.reconstruct(range(len(keys)), TokenRange(0, len(tokens))))
         stored_bytes += len(encoded.frame)

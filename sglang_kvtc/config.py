@@ -27,7 +27,8 @@ class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     target_ratio: which of the artifact's plans to use; 0 means the artifact's first one. Ratio 1 is lossless.
     sink_tokens: first positions of a sequence, always stored raw (KVTC section 2: coding them ruins the output).
-    window_tokens: last tokens of a node, stored in `window_format` instead of being coded.
+    window_tokens: last tokens of a node, stored in `window_format` instead of by the plan of the others: "coded" takes
+        the artifact's finest plan, "fp8" one byte per number, "raw" keeps them as they are.
     chunk_tokens: most tokens in one frame; bounds the working memory of encode and decode.
     coder: entropy coder of every section (bitstream.entropy); `coder_level` is its effort. "zstd" needs the package
         zstandard; its frames are a few per cent larger than those of "deflate" and coded many times as fast.
@@ -38,7 +39,7 @@ class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     target_ratio: float = 0.0
     sink_tokens: NonNegativeInt = 4
     window_tokens: NonNegativeInt = 128
-    window_format: Literal["fp8", "raw"] = "fp8"
+    window_format: Literal["coded", "fp8", "raw"] = "coded"
     chunk_tokens: Annotated[int, msgspec.Meta(ge=16, le=8192)] = 512
     coder: Literal["identity", "deflate", "zstd"] = "deflate"
     coder_level: Annotated[int, msgspec.Meta(ge=1, le=9)] = 6

@@ -116,7 +116,7 @@ def _readers(args: argparse.Namespace, calibrated: Sequence[Calibrated]) -> Iter
         yield f"every {args.interval}", scheme.name, read
     for one in calibrated:
         for ratio in _tier_ratios(args.methods, one):
-            for window_format in ("fp8", "raw"):
+            for window_format in ("coded", "fp8", "raw"):
                 config = CodecConfig(
                     target_ratio=ratio,
                     sink_tokens=SINK_TOKENS,

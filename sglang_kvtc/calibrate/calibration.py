@@ -154,11 +154,13 @@ def _plans(
     settings: Calibration, fits: dict[Side, SideFit], geometry: ModelGeometry, progress: Progress
 ) -> tuple[Plan, ...]:
     if settings.target_errors:
-        return plans_within_errors(fits, settings.target_errors, progress)
+        plans = plans_within_errors(fits, settings.target_errors, progress)
+        window_ratios = settings.window_ratios(plan.target_ratio for plan in plans)
+        return plans + plans_at_ratios(fits, geometry, [(ratio, ratio) for ratio in window_ratios], progress)
     if settings.shares_bits:
         # Weights give the errors of K and V one unit.
         units = (1.0, 1.0) if settings.preset == "sensitivity" else None
-        return plans_with_best_split(fits, settings.ratios, progress, units)
+        return plans_with_best_split(fits, [ratio for ratio, _ in settings.ratio_pairs], progress, units)
     return plans_at_ratios(fits, geometry, settings.ratio_pairs, progress)
 
 

@@ -136,7 +136,9 @@ def estimate(settings: Calibration) -> Estimate:
         kept += sum(_rank(settings, part, side, pca_rows) * part.features(side) * _F16 for part in parts)
         stages.append(_in_turn(f"{side.name}: bit allocation", kept, allocation))
     columns = sum(_rank(settings, part, side, pca_rows) * part.features(side) for part in parts for side in Side)
-    num_plans = len(settings.target_errors or settings.ratio_pairs)
+    # One of those that the errors give may be as fine as the plan of windows.
+    by_error = len(settings.target_errors)
+    num_plans = by_error + (settings.window_ratio > 0) if by_error else len(settings.ratio_pairs)
     coding = num_plans * HELD_OUT_TOKENS * 4 * columns / rates.gemm
     checking = HELD_OUT_TOKENS * flop_per_token / rates.forward + coding
     stages.append(Stage("held-out error", kept + sequence_bytes + num_plans * columns * _F32, checking))
@@ -293,7 +295,7 @@ def _allocation_cost(
     if settings.target_errors:
         bits = budget_bits(features, 1)
     elif settings.shares_bits:
-        bits = max(budget_bits(sum(part.features(other) for other in Side), ratio) for ratio in settings.ratios)
+        bits = max(budget_bits(sum(part.features(other) for other in Side), ratio) for ratio, _ in settings.ratio_pairs)
     else:
         bits = max(budget_bits(features, pair[side]) for pair in settings.ratio_pairs)
     sample = SAMPLE_TOKENS * (features + rank) * _F32

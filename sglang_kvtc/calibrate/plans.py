@@ -44,6 +44,8 @@ def plans_at_ratios(
     fits: Fits, geometry: ModelGeometry, ratios: Sequence[tuple[float, float]], progress: Progress
 ) -> tuple[Plan, ...]:
     """One plan for each pair of a ratio of K and a ratio of V."""
+    if not ratios:
+        return ()
     budgets = {side: [budget_bits(fits[side].num_features, pair[side]) for pair in ratios] for side in (Side.K, Side.V)}
     allocators = _solve(fits, {side: max(budgets[side]) for side in Side}, progress)
     return tuple(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Literal
 
 import torch
@@ -19,6 +20,8 @@ Split = Literal["auto", "fixed", "optimal"]
 Preset = Literal["sensitivity", "paper"]
 LOSSLESS, LARGEST_RATIO = 1.0, 1000.0
 """The least target ratio, which needs neither basis nor plan, and the largest one."""
+WINDOW_RATIO = 8.0
+"""At 8 the demo model's output is as far from the uncompressed cache's as with windows in fp8 (`bench quality`)."""
 MAX_RANK = 10_000
 """Rank cap of a randomized PCA (KVTC appendix B.1)."""
 _EXACT_MAX_FEATURES = 8192
@@ -40,8 +43,9 @@ class Calibration:
     Plans: one for each of `ratios`, target ratios of K and V together, of which 1 alone is lossless; `split` gives both
     sides that ratio ("fixed"), or shares the same bits between them in the best way ("optimal", and "auto" in preset
     "sensitivity"). Or one for each pair of `k_ratios` and `v_ratios`. Or one for each of `target_errors`, the largest
-    ratio that keeps this error. max_error: largest relative squared error on held-out text, of weighted K or V, that a
-    plan may have; force writes what exceeds it all the same.
+    ratio that keeps this error. In each case one more plan, of `window_ratio`, for the last tokens of a node
+    (codec.segments), unless another is as fine; 0 for none. max_error: largest relative squared error on held-out text,
+    of weighted K or V, that a plan may have; force writes what exceeds it all the same.
 
     tp_size, pp_size: ranks that the model is spread over, each of which gets an artifact of its own. work_dir: where
     the statistics are kept every `save_every` sequences, to continue from. merge: work folders of finished runs whose
@@ -60,6 +64,7 @@ class Calibration:
     v_ratios: tuple[float, ...] = ()
     split: Split = "auto"
     target_errors: tuple[float, ...] = ()
+    window_ratio: float = WINDOW_RATIO
     seed: int = 0
     max_length: int = 1024
     dtype: str = "bfloat16"
@@ -103,6 +108,10 @@ class Calibration:
         for flag, ratios in (("--ratio", self.ratios), ("--k-ratio", self.k_ratios), ("--v-ratio", self.v_ratios)):
             if any(not LOSSLESS <= ratio <= LARGEST_RATIO for ratio in ratios):
                 raise ConfigError(f"{flag} {_listed(ratios)}: expected numbers from 1 to {LARGEST_RATIO:g}")
+        if self.window_ratio and not LOSSLESS < self.window_ratio <= LARGEST_RATIO:
+            raise ConfigError(
+                f"--window-ratio {self.window_ratio:g}: expected a number above 1 and up to {LARGEST_RATIO:g}, or 0"
+            )
         if not self.ratios or len(set(self.ratios)) != len(self.ratios):
             raise ConfigError(f"--ratio {_listed(self.ratios)}: expected different numbers")
         if LOSSLESS in self.ratios and len(self.ratios) > 1:
@@ -121,8 +130,15 @@ class Calibration:
 
     @property
     def ratio_pairs(self) -> tuple[tuple[float, float], ...]:
-        """Target ratios of K and of V, by plan."""
-        return tuple(zip(self.k_ratios or self.ratios, self.v_ratios or self.ratios, strict=True))
+        """Target ratios of K and of V, by plan, that of windows last."""
+        pairs = tuple(zip(self.k_ratios or self.ratios, self.v_ratios or self.ratios, strict=True))
+        return pairs + tuple((ratio, ratio) for ratio in self.window_ratios(map(harmonic_mean, pairs)))
+
+    def window_ratios(self, others: Iterable[float]) -> tuple[float, ...]:
+        """The ratio of the plan of windows, or nothing where a plan among `others` is as fine."""
+        if not self.window_ratio or min(others) <= self.window_ratio:
+            return ()
+        return (self.window_ratio,)
 
     @property
     def shares_bits(self) -> bool:

@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         v_ratios=args.v_ratio,
         split=args.split,
         target_errors=args.target_error,
+        window_ratio=args.window_ratio,
         seed=args.seed,
         max_length=args.max_length,
         dtype=args.dtype,
@@ -166,6 +167,14 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="E[,E]",
         help="instead of ratios: the largest ratio that loses at most this share of the variance of K and of V",
+    )
+    parser.add_argument(
+        "--window-ratio",
+        type=float,
+        default=_DEFAULTS.window_ratio,
+        metavar="R",
+        help="target ratio of one more plan, for the last tokens of a prefix, which matter most, unless another is as "
+        "fine; 0 for none (default %(default)g)",
     )
 
 

@@ -21,13 +21,15 @@ from sglang_kvtc.bitstream.header import (
 from sglang_kvtc.codec.decode import CodedFrame, OpenFrame, open_fp8, open_raw, section_bytes, side_coefficients
 from sglang_kvtc.codec.encode import EncodedChunk, coded_sections, fp8_sections, raw_sections
 from sglang_kvtc.codec.rope import Rotation
-from sglang_kvtc.codec.segments import node_segments
+from sglang_kvtc.codec.segments import NodePlans, NodeSegment, node_segments
 from sglang_kvtc.codec.transform import SideCoding
 from sglang_kvtc.config import CodecConfig
-from sglang_kvtc.errors import BitstreamError, ConfigError, GeometryMismatch
+from sglang_kvtc.errors import ConfigError, GeometryMismatch
 from sglang_kvtc.types import KVChunk, Side, TokenRange
 
 LOSSLESS_RATIO = 1.0
+Codings = tuple[SideCoding, SideCoding]
+"""How K and V are coded by one plan."""
 Result = TypeVar("Result")
 
 
@@ -40,9 +42,10 @@ class KVCodec:
     """
 
     def __init__(self, artifact: Artifact, config: CodecConfig) -> None:
-        """Copy the plan's columns of the bases to the compute dtype.
+        """Copy the columns of the bases that the plans use to the compute dtype.
 
-        Raises ConfigError when the artifact has no plan of `config.target_ratio`, naming those it has.
+        A coded window takes the artifact's finest plan. Raises ConfigError when the artifact has no plan of
+        `config.target_ratio`, naming those it has.
         """
         plan = _find_plan(artifact, config.target_ratio)
         self.geometry = artifact.geometry
@@ -52,44 +55,47 @@ class KVCodec:
         self._dtype: torch.dtype = getattr(torch, artifact.geometry.dtype)
         self._artifact_digest = artifact.digest
         self._geometry_digest = geometry_digest(artifact.geometry, artifact.rope)
-        self._plan_code = 0 if plan is None else plan_code(plan.target_ratio)
         self._planned_bits = 0 if plan is None else plan.k.bits_per_token + plan.v.bits_per_token
         # Packing, entropy coding and short torch operations use one core, however many torch may.
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvtc-codec")
-        self._codings = None if plan is None else _codings(artifact, plan, compute_dtype(config, self._dtype))
+        self._plans: NodePlans | None = None
+        self._codings: dict[int, Codings] = {}
+        if plan is not None:
+            window = min(artifact.plans, key=lambda each: each.target_ratio) if _codes_window(config) else plan
+            self._plans = NodePlans(plan_code(plan.target_ratio), plan_code(window.target_ratio))
+            plans = {self._plans.body: plan, self._plans.window: window}
+            dtype = compute_dtype(config, self._dtype)
+            self._codings = {code: _codings(artifact, each, dtype) for code, each in plans.items()}
 
     @property
     def planned_bytes_per_token(self) -> float:
         """Bytes of one coded token by the plan: shifts, scales and symbols before entropy coding, without headers."""
-        return self._planned_bits / 8 if self._codings else float(self.geometry.bytes_per_token)
+        return self._planned_bits / 8 if self._plans else float(self.geometry.bytes_per_token)
 
-    def segments(
-        self, start_position: int, num_tokens: int, *, min_coded_tokens: int = 1
-    ) -> list[tuple[TokenRange, FrameKind]]:
-        """(absolute token range, kind) of every frame of a node (codec.segments)."""
-        return node_segments(
-            start_position,
-            num_tokens,
-            self._config,
-            lossless=self._codings is None,
-            min_coded_tokens=min_coded_tokens,
-        )
+    def segments(self, start_position: int, num_tokens: int, *, min_coded_tokens: int = 1) -> list[NodeSegment]:
+        """The frames of a node (codec.segments)."""
+        return node_segments(start_position, num_tokens, self._config, self._plans, min_coded_tokens=min_coded_tokens)
 
-    def encode(self, chunk: KVChunk, kind: FrameKind) -> EncodedChunk:
+    def encode(self, chunk: KVChunk, kind: FrameKind, plan: int = 0) -> EncodedChunk:
         """Encode one chunk as one frame.
 
-        chunk: on the CPU, of the artifact's geometry and dtype; not changed. The frame is RAW instead of `kind` where
-        that cannot represent the chunk: non-finite numbers, ranges beyond f16, no tokens. Raises GeometryMismatch for
-        a chunk of another shape or dtype, ConfigError for a CODED frame in lossless mode.
+        chunk: on the CPU, of the artifact's geometry and dtype; not changed. plan: which of the codec's two plans a
+        CODED frame is to have, by its `plan_code`; 0 for that of the target ratio. The frame is RAW instead of `kind`
+        where that cannot represent the chunk: non-finite numbers, ranges beyond f16, no tokens. Raises
+        GeometryMismatch for a chunk of another shape or dtype, ConfigError for a CODED frame in lossless mode or of
+        another plan.
         """
         self._check_chunk(chunk)
         sections = None
         if kind is FrameKind.CODED:
-            if self._codings is None:
+            if self._plans is None:
                 raise ConfigError("the codec is lossless (target_ratio 1): it has no plan for CODED frames")
+            plan = plan or self._plans.body
+            if plan not in self._codings:
+                raise ConfigError(f"the codec has no plan {plan}: it has {', '.join(map(str, self._codings))}")
             if chunk.num_tokens:
                 undo = self._rotation(chunk.start_position, chunk.num_tokens, inverse=True)
-                k, v = self._codings
+                k, v = self._codings[plan]
                 k_sections, v_sections = self._both(
                     lambda: coded_sections(Side.K, chunk.keys, k, undo, self._config),
                     lambda: coded_sections(Side.V, chunk.values, v, None, self._config),
@@ -106,7 +112,7 @@ class KVCodec:
             chunk.start_position,
             self._geometry_digest,
             self._artifact_digest,
-            self._plan_code if kind is FrameKind.CODED else 0,
+            plan if kind is FrameKind.CODED else 0,
         )
         return EncodedChunk(write_frame(header, sections, self._config.coder, self._config.coder_level), kind)
 
@@ -118,12 +124,12 @@ class KVCodec:
         keys, values: the whole node, like those of a KVChunk. Yields absolute token ranges in order of position.
         Working memory is that of one chunk. Raises what `encode` raises.
         """
-        for tokens, kind in self.segments(start_position, keys.shape[1]):
-            window = slice(tokens.start - start_position, tokens.stop - start_position)
-            yield tokens, self.encode(KVChunk(keys[:, window], values[:, window], tokens.start), kind)
+        for tokens, kind, plan in self.segments(start_position, keys.shape[1]):
+            part = slice(tokens.start - start_position, tokens.stop - start_position)
+            yield tokens, self.encode(KVChunk(keys[:, part], values[:, part], tokens.start), kind, plan)
 
     def verify(self, frame: bytes, start_position: int, num_tokens: int) -> None:
-        """Check that a frame is undamaged and holds these tokens for this model, artifact and plan.
+        """Check that a frame is undamaged and holds these tokens for this model, artifact and its plans.
 
         Costs one pass of a checksum; nothing is decoded. Raises BitstreamError.
         """
@@ -139,26 +145,25 @@ class KVCodec:
             return open_raw(opened, self.geometry, self._dtype)
         if opened.header.kind is FrameKind.FP8:
             return open_fp8(opened, self.geometry, self._dtype)
-        if self._codings is None:
-            raise BitstreamError("a CODED frame cannot be decoded in lossless mode")
-        k, v = self._codings
+        codings = self._codings[opened.header.plan]
+        k, v = codings
         coefficients = self._both(
             lambda: side_coefficients(opened, Side.K, k), lambda: side_coefficients(opened, Side.V, v)
         )
         rotation = self._rotation(start_position, num_tokens, inverse=False)
-        return CodedFrame(self._codings, coefficients, rotation, self.geometry.num_kv_heads, self._dtype)
+        return CodedFrame(codings, coefficients, rotation, self.geometry.num_kv_heads, self._dtype)
 
     def _read(self, frame: bytes, start_position: int, num_tokens: int) -> Frame:
         expected = FrameExpectation(
             self._geometry_digest,
             self._artifact_digest,
-            self._plan_code,
+            tuple(self._codings),
             start_position,
             num_tokens,
             max_section_bytes(self.geometry, num_tokens),
         )
         opened = read_frame(frame, expected)
-        sizes = section_bytes(opened, self.geometry, self._codings)
+        sizes = section_bytes(opened, self.geometry, self._codings.get(opened.header.plan))
         for section, entry in opened.entries.items():
             if entry.raw_bytes != sizes[section]:
                 raise GeometryMismatch(f"{section.name} has {entry.raw_bytes} bytes, the plan needs {sizes[section]}")
@@ -214,7 +219,11 @@ def compute_dtype(config: CodecConfig, cache_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
 
 
-def _codings(artifact: Artifact, plan: Plan, dtype: torch.dtype) -> tuple[SideCoding, SideCoding]:
+def _codes_window(config: CodecConfig) -> bool:
+    return config.window_format == "coded" and config.window_tokens > 0
+
+
+def _codings(artifact: Artifact, plan: Plan, dtype: torch.dtype) -> Codings:
     if artifact.k is None or artifact.v is None:
         raise ConfigError(f"the artifact has a plan for ratio {plan.target_ratio:g}, but no bases")
     num_layers = artifact.geometry.num_layers

@@ -87,7 +87,7 @@ class CodedFrame:
 def join_frames(
     parts: Sequence[tuple[OpenFrame, TokenRange]], max_tokens: int
 ) -> Iterator[tuple[OpenFrame, TokenRange, int]]:
-    """Merge neighbouring coded frames of one codec, so that one product rebuilds what several small ones would.
+    """Merge neighbouring coded frames of one plan of a codec, so that one product rebuilds what several would.
 
     parts: opened frames and the tokens wanted of each. Yields a frame, the tokens of it, and how many parts it stands
     for, in order. A merged frame has at most `max_tokens` tokens, which bounds the working memory of `reconstruct`.
@@ -95,7 +95,7 @@ def join_frames(
     run: list[tuple[CodedFrame, TokenRange]] = []
     for frame, tokens in parts:
         fits = sum(len(other) for _, other in run) + len(tokens) <= max_tokens
-        if run and not (isinstance(frame, CodedFrame) and fits):
+        if run and not (isinstance(frame, CodedFrame) and fits and frame.codings is run[0][0].codings):
             yield (*_joined(run), len(run))
             run = []
         if isinstance(frame, CodedFrame):

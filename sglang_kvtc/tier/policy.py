@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.codec.codec import KVCodec
+from sglang_kvtc.codec.segments import NodeSegment
 from sglang_kvtc.config import TierConfig
 from sglang_kvtc.tier.store import StoreUsage
-from sglang_kvtc.types import TokenRange
 
 
 class StorageCost:
@@ -20,8 +19,8 @@ class StorageCost:
         self._codec = codec
         self._min_node_tokens = config.min_node_tokens
 
-    def segments(self, start_position: int, num_tokens: int) -> Iterator[tuple[TokenRange, FrameKind]]:
-        """(absolute token range, kind) of every chunk of a node, in order of position."""
+    def segments(self, start_position: int, num_tokens: int) -> Iterator[NodeSegment]:
+        """What every chunk of a node is to become, in order of position."""
         yield from self._codec.segments(start_position, num_tokens, min_coded_tokens=self._min_node_tokens)
 
     def bytes_per_token(self, usage: StoreUsage) -> float:

@@ -36,13 +36,15 @@ class Shortage(enum.Enum):
 class StoredChunk:
     """Consecutive tokens of one sequence under consecutive ids [first_id, first_id + num_tokens).
 
-    sidecar: what else is known of each token, u8[any, num_tokens, any], kept beside the frame and counted with it.
+    kind, plan: what the frame is to be (codec.segments). sidecar: what else is known of each token,
+    u8[any, num_tokens, any], kept beside the frame and counted with it.
     """
 
     first_id: int
     num_tokens: int
     start_position: int
     kind: FrameKind
+    plan: int
     staged: KVChunk | None
     staged_bytes: int
     state: ChunkState = ChunkState.STAGED
@@ -139,15 +141,25 @@ class FrameStore:
                     return Shortage.ARENA if arena_short else Shortage.STAGING
 
     def add(
-        self, staged: KVChunk, kind: FrameKind, reserved_bytes: int, sidecar: torch.Tensor | None = None
+        self,
+        staged: KVChunk,
+        kind: FrameKind,
+        reserved_bytes: int,
+        sidecar: torch.Tensor | None = None,
+        *,
+        plan: int = 0,
     ) -> StoredChunk:
-        """Take a raw copy (whose staging room was reserved) under fresh ids. It can be restored at once."""
+        """Take a raw copy (whose staging room was reserved) under fresh ids. It can be restored at once.
+
+        kind, plan: for KVCodec.encode.
+        """
         with self._lock:
             chunk = StoredChunk(
                 first_id=self._next_id,
                 num_tokens=staged.num_tokens,
                 start_position=staged.start_position,
                 kind=kind,
+                plan=plan,
                 staged=staged,
                 staged_bytes=reserved_bytes,
                 sidecar=sidecar,

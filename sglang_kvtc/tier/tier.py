@@ -83,7 +83,7 @@ class CompressedTier:
         ids, or None if there is no room; then nothing is kept.
         """
         chunks: list[StoredChunk] = []
-        for tokens, kind in self.cost.segments(start_position, len(slots)):
+        for tokens, kind, plan in self.cost.segments(start_position, len(slots)):
             part = slice(tokens.start - start_position, tokens.stop - start_position)
             beside = None if sidecar is None else sidecar[:, part].clone()
             num_bytes = len(tokens) * self.codec.geometry.bytes_per_token + MAX_FRAME_OVERHEAD
@@ -94,7 +94,7 @@ class CompressedTier:
                 self.counters.dropped_nodes += 1
                 return None
             keys, values = self.port.gather(slots[part])
-            chunk = self.store.add(KVChunk(keys, values, tokens.start), kind, num_bytes, beside)
+            chunk = self.store.add(KVChunk(keys, values, tokens.start), kind, num_bytes, beside, plan=plan)
             self.worker.submit_encode(chunk)
             chunks.append(chunk)
         self.counters.compressed_nodes += 1

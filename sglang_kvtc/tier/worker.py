@@ -156,7 +156,7 @@ class TierWorker:
             return
         started = time.perf_counter()
         try:
-            encoded = self.codec.encode(staged, chunk.kind)
+            encoded = self.codec.encode(staged, chunk.kind, chunk.plan)
         except Exception:
             # The tokens become a miss; losing a cache entry must never lose a request.
             logger.exception("kvtc: encoding %d tokens failed; they are dropped from the cache", chunk.num_tokens)

@@ -84,7 +84,7 @@ def _wanted(blob: bytes) -> FrameExpectation:
     return FrameExpectation(
         header.geometry_digest,
         header.artifact_digest,
-        header.plan,
+        (header.plan,),
         header.start_position,
         min(header.num_tokens, MAX_TOKENS),
         SECTION_LIMIT,

@@ -51,7 +51,7 @@ class Wanted(Protocol):
 
     geometry_digest: bytes
     artifact_digest: bytes
-    plan: int
+    plans: tuple[int, ...]
     start_position: int
     num_tokens: int
     max_section_bytes: int
@@ -97,10 +97,10 @@ def read(frame: bytes, wanted: Wanted | None = None) -> PlainFrame:
         demand(fits, "TruncatedFrame", "stored size")
     # Step 5
     if wanted is not None:
-        found = (frame[20:28], frame[28:44], plan, start_position, num_tokens)
-        plan_of_kind = wanted.plan if kind == CODED else 0
-        expected = (wanted.geometry_digest, wanted.artifact_digest, plan_of_kind, wanted.start_position)
-        demand(found == (*expected, wanted.num_tokens), "GeometryMismatch", "another frame is wanted")
+        found = (frame[20:28], frame[28:44], start_position, num_tokens)
+        expected = (wanted.geometry_digest, wanted.artifact_digest, wanted.start_position, wanted.num_tokens)
+        demand(found == expected, "GeometryMismatch", "another frame is wanted")
+        demand(kind != CODED or plan in wanted.plans, "GeometryMismatch", "another plan is wanted")
         demand(all(row[4] <= wanted.max_section_bytes for row in table), "GeometryMismatch", "section too large")
     # Step 6
     sections = {}

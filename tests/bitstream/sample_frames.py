@@ -78,7 +78,7 @@ def expectation(of: FrameHeader | bytes) -> FrameExpectation:
     return FrameExpectation(
         geometry_digest=wanted.geometry_digest,
         artifact_digest=wanted.artifact_digest,
-        plan=PLAN,
+        plans=(PLAN,),
         start_position=wanted.start_position,
         num_tokens=wanted.num_tokens,
         max_section_bytes=max_section_bytes(GEOMETRY, wanted.num_tokens),

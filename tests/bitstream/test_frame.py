@@ -242,7 +242,7 @@ def test_files_that_are_no_frames_are_refused() -> None:
             verify(other)
 
 
-@pytest.mark.parametrize("field", ["geometry_digest", "artifact_digest", "plan", "start_position", "num_tokens"])
+@pytest.mark.parametrize("field", ["geometry_digest", "artifact_digest", "start_position", "num_tokens"])
 def test_a_frame_of_something_else_is_refused_by_the_field_that_differs(field: str) -> None:
     written = frame(FrameKind.CODED)
     expected = expectation(written)
@@ -252,10 +252,19 @@ def test_a_frame_of_something_else_is_refused_by_the_field_that_differs(field: s
         read_frame(written, dataclasses.replace(expected, **{field: other}))
 
 
+@pytest.mark.parametrize("plans", [(), (PLAN + 1,), (PLAN + 1, PLAN + 2)])
+def test_a_frame_of_another_plan_is_refused_and_one_of_several_accepted(plans: tuple[int, ...]) -> None:
+    written = frame(FrameKind.CODED)
+    wanted = dataclasses.replace(expectation(written), plans=plans)
+    with pytest.raises(GeometryMismatch, match=r"^plan of the frame is"):
+        read_frame(written, wanted)
+    read_frame(written, dataclasses.replace(wanted, plans=(*plans, PLAN)))
+
+
 @pytest.mark.parametrize("kind", [FrameKind.RAW, FrameKind.FP8])
 def test_raw_and_fp8_frames_serve_every_plan_of_the_artifact(kind: FrameKind) -> None:
     written = frame(kind)
-    read_frame(written, dataclasses.replace(expectation(written), plan=PLAN + 1))
+    read_frame(written, dataclasses.replace(expectation(written), plans=(PLAN + 1,)))
 
 
 def test_sections_larger_than_the_model_allows_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,42 @@ def test_the_largest_ratio_within_an_error_becomes_the_plans_name(tiny_llama: Pa
     assert load_artifact(save_artifact_path(found, tmp_path)).plans == found.plans
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ratios": (16.0,)}, [16, 4]),
+        ({"ratios": (16.0,), "split": "optimal"}, [16, 4]),
+        ({"ratios": (16.0, 3.0)}, [16, 3]),
+        ({"ratios": (16.0,), "window_ratio": 0.0}, [16]),
+        ({"k_ratios": (8.0,), "v_ratios": (2.0,)}, [3.2]),
+        ({"k_ratios": (8.0,), "v_ratios": (4.0,)}, [16 / 3, 4]),
+    ],
+    ids=str,
+)
+def test_windows_get_a_plan_unless_another_is_as_fine(
+    tiny_llama: Path, changes: dict[str, object], expected: list[float]
+) -> None:
+    found = calibrate(settings(tiny_llama, **{"window_ratio": 4.0} | changes), SilentProgress())
+    assert [plan.target_ratio for plan in found.plans] == pytest.approx(expected)
+    assert len(held_out(found)) == len(expected)
+
+
+def test_plans_within_an_error_get_one_for_windows_too(tiny_llama: Path) -> None:
+    alone = calibrate(settings(tiny_llama, target_errors=(0.1,), window_ratio=0.0), SilentProgress()).plans
+    finer = settings(tiny_llama, target_errors=(0.1,), window_ratio=alone[0].target_ratio / 2)
+    assert [plan.target_ratio for plan in calibrate(finer, SilentProgress()).plans] == [
+        alone[0].target_ratio,
+        alone[0].target_ratio / 2,
+    ]
+    coarser = settings(tiny_llama, target_errors=(0.1,), window_ratio=alone[0].target_ratio)
+    assert calibrate(coarser, SilentProgress()).plans == alone
+
+
+def test_a_window_ratio_that_compresses_nothing_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="--window-ratio 1: expected"):
+        settings(tiny_llama, window_ratio=1.0)
+
+
 def test_layers_per_group_makes_a_block_diagonal_basis(artifact: Artifact, tiny_llama: Path) -> None:
     found = calibrate(settings(tiny_llama, layers_per_group=1), SilentProgress())
     assert found.provenance["layers_per_group"] == "1"

@@ -85,6 +85,7 @@ def test_rows_hold_every_protocol_and_method(rows: list[Row]) -> None:
         ("once", "kvtc 4x"),
         ("every 16", "fp8"),
         ("every 16", "kvtc 4x"),
+        ("turns of 40, coded window", "kvtc 4x"),
         ("turns of 40, fp8 window", "kvtc 4x"),
         ("turns of 40, raw window", "kvtc 4x"),
     ]
@@ -92,9 +93,9 @@ def test_rows_hold_every_protocol_and_method(rows: list[Row]) -> None:
     assert (full["kl"], full["dnll"], full["top1"], full["ratio"]) == (0, 0, 1, 1)
     assert all(row["kl"] > 0 and row["kl_se"] > 0 and row["ratio"] > 1 for row in others)
     by_window = {row["protocol"]: row for row in others}
-    # Raw windows cost more bytes and change less.
-    fp8, raw = by_window["turns of 40, fp8 window"], by_window["turns of 40, raw window"]
-    assert raw["ratio"] < fp8["ratio"]
+    # Raw windows cost the most bytes. With a single plan, a coded one is coded like all else.
+    coded, fp8, raw = (by_window[f"turns of 40, {format} window"] for format in ("coded", "fp8", "raw"))
+    assert raw["ratio"] < fp8["ratio"] < coded["ratio"]
     assert fp8["ratio"] == fp8["whole_ratio"]
 
 
@@ -154,15 +155,15 @@ def test_each_turn_is_a_node_with_a_window_and_only_the_first_has_sinks(
     model: Any, passage: Passage, artifact: Artifact
 ) -> None:
     class Recorder(KVCodec):
-        def encode(self, chunk: KVChunk, kind: FrameKind) -> Any:
+        def encode(self, chunk: KVChunk, kind: FrameKind, plan: int = 0) -> Any:
             encoded.append((kind, chunk.start_position, chunk.num_tokens))
-            result = super().encode(chunk, kind)
+            result = super().encode(chunk, kind, plan)
             stored.append(len(result.frame))
             return result
 
     encoded: list[tuple[FrameKind, int, int]] = []
     stored: list[int] = []
-    codec = Recorder(artifact, CodecConfig(target_ratio=4, window_tokens=16))
+    codec = Recorder(artifact, CodecConfig(target_ratio=4, window_tokens=16, window_format="fp8"))
     reading = protocols.turns(model, passage, codec, 36, min_coded_tokens=20)
     assert encoded == [
         (FrameKind.RAW, 0, 4),

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from codec.toy_model import GEOMETRY, RATIO, make_artifact, make_chunk, restore
+from codec.toy_model import GEOMETRY, RATIO, make_artifact, make_chunk, restore, with_a_finer_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_kvtc.artifact.schema import Group, Plan, SidePlan
-from sglang_kvtc.bitstream.frame import SectionId, open_frame, write_frame
-from sglang_kvtc.bitstream.header import FrameKind
+from sglang_kvtc.bitstream.frame import SectionId, open_frame, read_header, write_frame
+from sglang_kvtc.bitstream.header import FrameKind, plan_code
 from sglang_kvtc.codec.codec import KVCodec, compute_dtype
 from sglang_kvtc.config import CodecConfig
 from sglang_kvtc.errors import BitstreamError, ChecksumMismatch, ConfigError, GeometryMismatch
@@ -115,18 +115,40 @@ def test_encoding_twice_gives_the_same_bytes() -> None:
     assert torch.equal(chunk.keys, before)
 
 
-@given(st.integers(0, 300), st.integers(0, 6), st.sampled_from(["fp8", "raw"]))
+@given(st.integers(0, 300), st.integers(0, 6), st.sampled_from(["coded", "fp8", "raw"]))
 def test_a_node_is_the_sequence_of_its_segments(num_tokens: int, start: int, window_format: str) -> None:
-    artifact = make_artifact()
+    artifact = with_a_finer_plan()
     codec = KVCodec(artifact, CodecConfig(window_tokens=20, chunk_tokens=64, window_format=window_format))
     chunk = make_chunk(artifact, num_tokens, start)
     encoded = list(codec.encode_node(chunk.keys, chunk.values, start))
-    assert [(tokens, part.kind) for tokens, part in encoded] == codec.segments(start, num_tokens)
+    found = [(tokens, part.kind, read_header(part.frame).plan) for tokens, part in encoded]
+    assert found == codec.segments(start, num_tokens)
     for tokens, part in encoded:
         codec.verify(part.frame, tokens.start, len(tokens))
         window = slice(tokens.start - start, tokens.stop - start)
-        alone = codec.encode(KVChunk(chunk.keys[:, window], chunk.values[:, window], tokens.start), part.kind)
+        alone = codec.encode(
+            KVChunk(chunk.keys[:, window], chunk.values[:, window], tokens.start),
+            part.kind,
+            read_header(part.frame).plan,
+        )
         assert alone.frame == part.frame
+
+
+def test_a_coded_window_takes_the_finest_plan_and_is_nearer_to_the_cache() -> None:
+    artifact = with_a_finer_plan()
+    codec = KVCodec(artifact, CodecConfig(sink_tokens=0, window_tokens=32))
+    assert codec.target_ratio == RATIO
+    chunk = make_chunk(artifact, 96, 10)
+    (_, body), (window, finer) = codec.encode_node(chunk.keys, chunk.values, 10)
+    assert [read_header(part.frame).plan for part in (body, finer)] == [plan_code(RATIO), plan_code(RATIO / 2)]
+    by_body = codec.encode(KVChunk(chunk.keys[:, 64:], chunk.values[:, 64:], 74), FrameKind.CODED)
+    errors = [
+        float((restore(codec, frame, window.start, len(window))[1].float() - chunk.values[:, 64:].float()).norm())
+        for frame in (finer.frame, by_body.frame)
+    ]
+    assert errors[0] < errors[1]
+    with pytest.raises(ConfigError, match=f"no plan 1: it has {plan_code(RATIO)}, {plan_code(RATIO / 2)}"):
+        codec.encode(chunk, FrameKind.CODED, 1)
 
 
 def test_a_node_is_encoded_chunk_by_chunk_as_it_is_asked_for() -> None:

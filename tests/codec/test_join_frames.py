@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from codec.toy_model import GEOMETRY, make_artifact, make_chunk
+from codec.toy_model import GEOMETRY, make_artifact, make_chunk, with_a_finer_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +76,22 @@ def test_a_merged_frame_gives_the_engine_the_same_kv() -> None:
     for side, whole in enumerate(frame.reconstruct(layers, tokens)):
         # bfloat16 keeps eight bits, and products of another height may round the last one differently.
         torch.testing.assert_close(whole, torch.cat([pair[side] for pair in apart], dim=1), rtol=2**-7, atol=0)
+
+
+def test_neighbouring_frames_of_different_plans_are_not_joined() -> None:
+    artifact = with_a_finer_plan()
+    codec = KVCodec(artifact, CodecConfig(sink_tokens=0, window_tokens=32, chunk_tokens=32))
+    chunk = make_chunk(artifact, 96, 10)
+    found = [
+        (codec.open(part.frame, tokens.start, len(tokens)), TokenRange(0, len(tokens)))
+        for tokens, part in codec.encode_node(chunk.keys, chunk.values, 10)
+    ]
+    joined = list(join_frames(found, 1024))
+    assert [(len(tokens), num_parts) for _, tokens, num_parts in joined] == [(64, 2), (32, 1)]
+    for frame, tokens, num_parts in joined:
+        parts = found[:2] if num_parts == 2 else found[2:]
+        alone = [part.reconstruct(range(GEOMETRY.num_layers), its_tokens) for part, its_tokens in parts]
+        for rebuilt, expected in zip(
+            frame.reconstruct(range(GEOMETRY.num_layers), tokens), zip(*alone, strict=True), strict=True
+        ):
+            torch.testing.assert_close(rebuilt, torch.cat(expected, dim=1), rtol=2**-7, atol=2**-20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -79,6 +81,13 @@ def make_artifact(
         plans=(Plan(RATIO, plan, plan),),
         digest=bytes(range(16)),
     )
+
+
+def with_a_finer_plan() -> Artifact:
+    """The toy artifact with a plan of half its ratio, for windows."""
+    finer = SidePlan((Group(0, 16, 6), Group(16, 16, 4)), 0.05)
+    artifact = make_artifact()
+    return dataclasses.replace(artifact, plans=(*artifact.plans, Plan(RATIO / 2, finer, finer)))
 
 
 def make_chunk(artifact: Artifact, num_tokens: int, start_position: int = 100, seed: int = 0) -> KVChunk:

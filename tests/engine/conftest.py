@@ -68,7 +68,7 @@ def gates(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prompts(demo_model: Path) -> Sequence[list[int]]:
-    return builtin_prompts(demo_model, count=10, num_tokens=500)
+    return builtin_prompts(demo_model, count=23, num_tokens=500)
 
 
 @pytest.fixture(scope="module")

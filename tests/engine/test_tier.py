@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,8 +75,9 @@ def test_a_restored_prefix_answers_as_a_device_hit_or_a_recomputed_one(server: S
 
 
 def test_a_num_08_a_restored_prefix_predicts_the_same_top_1_tokens(server: Server) -> None:
-    prompts = [prompt[:PROMPT_TOKENS] for prompt in server.prompts[:3]]
-    continuations = [server.prompts[index][PROMPT_TOKENS : PROMPT_TOKENS + 64] for index in range(3)]
+    count, length = (3, 64) if lossless(server) else (20, 24)
+    prompts = [prompt[:PROMPT_TOKENS] for prompt in server.prompts[:count]]
+    continuations = [prompt[PROMPT_TOKENS : PROMPT_TOKENS + length] for prompt in server.prompts[:count]]
     on_device = []
     for prompt, continuation in zip(prompts, continuations, strict=True):
         server.generate(prompt, max_new_tokens=1)
@@ -83,7 +85,7 @@ def test_a_num_08_a_restored_prefix_predicts_the_same_top_1_tokens(server: Serve
     server.process.flush()
     for prompt in prompts:
         server.generate(prompt, max_new_tokens=1)
-    server.push_out(3)
+    server.push_out(count)
     restored = []
     for prompt, continuation in zip(prompts, continuations, strict=True):
         prediction = server.process.predict(prompt, continuation)
@@ -93,8 +95,8 @@ def test_a_num_08_a_restored_prefix_predicts_the_same_top_1_tokens(server: Serve
     if lossless(server):
         assert equal == len(on_device)
     else:
-        # measurements.md: top-1 0.955 at ratio 16; three standard errors of 192 tokens below it.
-        assert equal / len(on_device) >= 0.91
+        # The least of the paper's pipeline at ratio 16, 0.955 of all tokens, less three standard errors of 480.
+        assert equal / len(on_device) >= 0.955 - 3 * (0.955 * 0.045 / len(on_device)) ** 0.5
 
 
 def test_a_split_04_a_hit_may_end_inside_a_compressed_node(server: Server) -> None:
@@ -140,6 +142,31 @@ def test_a_key_02_tenants_share_nothing(server: Server) -> None:
     assert own.cached_compressed == PROMPT_TOKENS
 
 
+def test_a_sec_03_the_time_to_an_answer_does_not_tell_what_others_have_cached(server: Server) -> None:
+    """30 guesses of a prefix that another tenant has cached, each beside a prefix that nobody has."""
+    cached = server.prompts[0][:PROMPT_TOKENS]
+    alphabet = sorted(set(cached))
+    server.generate(cached, 1, extra_key="tenant-a")
+    own, guessed, unseen = [], [], []
+    for index in range(30):
+        # A tenant's second guess would hit what its first one left.
+        tenant = f"tenant-b{index}"
+        nobodys = random.Random(index).choices(alphabet, k=PROMPT_TOKENS)
+        probes = [(guessed, cached), (unseen, nobodys)]
+        for times, prompt in probes if index % 2 else reversed(probes):
+            answer = server.generate(prompt, 1, extra_key=tenant)
+            assert (answer.cached_device, answer.cached_compressed) == (0, 0)
+            times.append(answer.ttft_s)
+        own.append(server.generate(cached, 1, extra_key="tenant-a").ttft_s)
+
+    def faster(times: list[float]) -> int:
+        return sum(time < other for time, other in zip(times, unseen, strict=True))
+
+    # Sign tests: without a difference, counts beyond these have a probability of 6e-5.
+    assert 5 <= faster(guessed) <= 25
+    assert faster(own) > 25
+
+
 def test_a_life_05_compression_frees_device_tokens_and_stores_far_fewer_bytes(server: Server) -> None:
     for prompt in server.prompts[:5]:
         server.generate(prompt[:PROMPT_TOKENS], max_new_tokens=1)
@@ -147,8 +174,8 @@ def test_a_life_05_compression_frees_device_tokens_and_stores_far_fewer_bytes(se
     stored_tokens = 5 * PROMPT_TOKENS - POOL_TOKENS
     assert stats["frame_tokens"] >= stored_tokens
     raw = stats["frame_tokens"] * stats["raw_bytes_per_token"]
-    # 132 of 300 tokens are raw or fp8, which alone bounds the ratio.
-    assert raw / stats["frame_bytes"] > (1.0 if lossless(server) else 3)
+    # By the plans: 4 of 300 tokens raw, 168 at ratio 16, 128 at ratio 8.
+    assert raw / stats["frame_bytes"] > (1.0 if lossless(server) else 300 / (4 + 168 / 16 + 128 / 8) * 0.8)
 
 
 def test_a_ops_02_a_flush_empties_the_tier_even_while_chunks_wait_for_the_encoder(server: Server) -> None:

@@ -105,6 +105,7 @@ def test_bad_frame_is_refused_with_its_error(frame: Path) -> None:
     fields = expected["expected"]
     for name in ("geometry_digest", "artifact_digest"):
         fields[name] = bytes.fromhex(fields[name])
+    fields["plans"] = tuple(fields["plans"])
     wanted = FrameExpectation(**fields)
     assert decoded(frame.read_bytes(), wanted) == expected["error"]
     assert plainly_decoded(frame.read_bytes(), wanted) == expected["error"]

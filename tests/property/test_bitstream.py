@@ -57,7 +57,7 @@ def refuse_or_decode(damaged: bytes | bytearray) -> None:
     expected = FrameExpectation(
         header.geometry_digest,
         header.artifact_digest,
-        header.plan,
+        (header.plan,),
         header.start_position,
         header.num_tokens,
         SECTION_LIMIT,
@@ -171,7 +171,7 @@ def test_a_wrong_writer_under_a_fitting_checksum_is_refused_or_decodes_to_the_de
 @given(st.sampled_from(FrameKind), st.integers(0, 24), U32)
 def test_a_frame_is_read_only_at_its_own_position(kind: FrameKind, num_tokens: int, position: int) -> None:
     written = frame(kind, num_tokens, position)
-    expected = FrameExpectation(GEOMETRY_DIGEST, ARTIFACT_DIGEST, PLAN, position, num_tokens, SECTION_LIMIT)
+    expected = FrameExpectation(GEOMETRY_DIGEST, ARTIFACT_DIGEST, (PLAN,), position, num_tokens, SECTION_LIMIT)
     read_frame(written, expected)
     for other in (position + 1, position - 1):
         with pytest.raises(BitstreamError):
