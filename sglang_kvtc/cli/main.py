@@ -7,10 +7,13 @@ or run failed, 2 bad usage.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_kvtc import __version__
@@ -55,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(options.arguments)
         args.verbose = options.verbose or args.verbose
         _set_up_logging(args.verbose)
-        return int(module.run(args))
+        with _interrupted_by_sigterm():
+            return int(module.run(args))
     except KVTCError as error:
         return _fail(str(error), error)
     except ModuleNotFoundError as error:
@@ -67,6 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sglang-kvtc: interrupted", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does, so that a command stops the servers it has started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,11 @@
 """The command line as a user and a script see it: what it prints, and its exit codes."""
 
+import contextlib
 import logging
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -101,6 +104,26 @@ def test_a_bug_is_not_disguised_as_an_expected_error(command: SimpleNamespace) -
     command.run = lambda args: 1 // 0
     with pytest.raises(ZeroDivisionError):
         cli.main(["probe"])
+
+
+def test_a_terminated_command_leaves_its_contexts_like_an_interrupted_one(
+    command: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left: list[bool] = []
+
+    def run(args: object) -> int:
+        with contextlib.ExitStack() as servers:
+            servers.callback(left.append, True)
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(30)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    command.run = run
+    assert cli.main(["probe"]) == 1
+    assert left == [True]
+    assert capsys.readouterr().err == "sglang-kvtc: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_missing_package_names_the_extra_that_installs_it(
