@@ -7,6 +7,10 @@ distribution. One backward pass through a short continuation gives g for all lay
 that nothing has to be probed one by one. Of F the block of every layer and KV head is kept, averaged over tokens.
 Weighting the centred features of a head by the square root of its block turns the error that matters into a squared
 error, which the PCA and the bit allocation then minimise, for K and V in the same unit.
+
+The second order overrates errors as large as those of high ratios: the blocks are raised to a power below 1, which
+moves bits from the most sensitive directions to all others. On SmolLM2-135M powers 1, 0.75 and 0.5 give a KL of .0018,
+.0018, .0021 at target ratio 16 and of .0183, .0151, .0167 at 64.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ _DRAWS = 2
 """Continuations that are drawn per sequence: a backward pass each, of one forward pass."""
 _WINDOW_TOKENS = 128
 """Last tokens of the context that are left out, as they are not coded; at most one in eight of it."""
+POWER = 0.75
+"""What the information is raised to before errors are weighed by it."""
 _SHRINKAGE = 0.1
 """Share of a head's mean information that is spread over its channels, so that none seems to be free of cost."""
 _LEAST_INFORMATION = 1e-4
@@ -61,14 +67,14 @@ class Sensitivity:
         )
 
     def weights(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Square roots of the blocks of K and V, regularised, with one common factor that makes them 1 on average.
+        """Square roots of POWER of the blocks of K and V, regularised, with one factor that makes them 1 on average.
 
         Symmetric and positive definite, in the shape of the blocks: SideBasis.weights of a whole model.
         """
         values, vectors = zip(*(torch.linalg.eigh(_regularised(side)) for side in (self.k, self.v)), strict=True)
         unit = torch.cat([side.flatten() for side in values]).log().mean().exp()
         k, v = (
-            ((axes * (eigenvalues / unit).sqrt()[..., None, :]) @ axes.mT).float().numpy()
+            ((axes * ((eigenvalues / unit) ** (POWER / 2))[..., None, :]) @ axes.mT).float().numpy()
             for eigenvalues, axes in zip(values, vectors, strict=True)
         )
         return k, v

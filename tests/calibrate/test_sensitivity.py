@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from calibrate.tiny_llama import save_tiny_llama
@@ -15,7 +16,7 @@ from sglang_kvtc.calibrate.causal_lm import filled_cache, load_model, prefill
 from sglang_kvtc.calibrate.collect import SINK_TOKENS
 from sglang_kvtc.calibrate.corpus import TokenSequence
 from sglang_kvtc.calibrate.progress import SilentProgress
-from sglang_kvtc.calibrate.sensitivity import Sensitivity, measure_sensitivity
+from sglang_kvtc.calibrate.sensitivity import POWER, Sensitivity, measure_sensitivity
 from sglang_kvtc.codec.rope import rope_spec_from_config, rotate
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import Side
@@ -127,9 +128,14 @@ def information_of(*diagonals: Sequence[float]) -> torch.Tensor:
     return torch.stack([torch.diag(torch.tensor(diagonal, dtype=torch.float64)) for diagonal in diagonals])[None]
 
 
+def informations(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """What the diagonals of weights stand for, up to a factor: [num_layers, num_kv_heads, head size]."""
+    return np.diagonal(weights, axis1=2, axis2=3).astype(np.float64) ** (2 / POWER)
+
+
 def test_weights_are_roots_in_one_unit_for_both_sides() -> None:
     k, v = Sensitivity(information_of([4, 4], [16, 16]), information_of([64, 64]), 1, 0.0).weights()
-    squares = [float(weights[0, head, 0, 0]) ** 2 for weights, head in ((k, 0), (k, 1), (v, 0))]
+    squares = [informations(weights)[0, head, 0] for weights, head in ((k, 0), (k, 1), (v, 0))]
     assert squares == pytest.approx([squares[0], 4 * squares[0], 16 * squares[0]])
     assert np.prod(squares) == pytest.approx(1)
     for weights in (k, v):
@@ -139,9 +145,10 @@ def test_weights_are_roots_in_one_unit_for_both_sides() -> None:
 
 def test_directions_and_heads_without_information_still_cost_something() -> None:
     k, v = Sensitivity(information_of([8, 0], [0, 0]), information_of([1, 1], [1, 1]), 1, 0.0).weights()
-    assert float(k[0, 0, 0, 0] / k[0, 0, 1, 1]) ** 2 == pytest.approx((0.9 * 8 + 0.1 * 4) / (0.1 * 4))
+    (first, second), (third, _) = informations(k)[0]
+    assert first / second == pytest.approx((0.9 * 8 + 0.1 * 4) / (0.1 * 4))
     # The mean over the heads of K is 2 per channel.
-    assert float(k[0, 0, 1, 1] / k[0, 1, 0, 0]) ** 2 == pytest.approx(0.1 * 4 / (1e-4 * 2))
+    assert second / third == pytest.approx(0.1 * 4 / (1e-4 * 2))
     assert np.isfinite(v).all()
 
 
