@@ -5,13 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibrate.tiny_llama import save_tiny_llama
 
-from sglang_kvtc.artifact.io import save_artifact
 from sglang_kvtc.benchmarks.registry import load
-from sglang_kvtc.calibrate.calibration import calibrate
-from sglang_kvtc.calibrate.demo_artifact import demo_calibration
-from sglang_kvtc.calibrate.progress import SilentProgress
 from sglang_kvtc.errors import ConfigError
 
 Row = dict[str, Any]
@@ -20,18 +15,6 @@ SMALL = (
     *("--tokens", "1500", "--ratios", "4", "--windows", "0,32", "--calibration-tokens", "3000"),
     *("--tasks", "arithmetic", "--arithmetic-size", "16"),
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
-
-
-@pytest.fixture(scope="module")
-def artifact_dir(model_dir: Path) -> Path:
-    path = model_dir.parent / "artifact"
-    save_artifact(calibrate(demo_calibration(model_dir, 1500, (4.0, 8.0)), SilentProgress()), path)
-    return path
 
 
 def run(model_dir: Path, artifact_dir: Path, *arguments: str) -> list[Row]:

@@ -6,20 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from calibrate.tiny_llama import byte_tokenizer, save_tiny_llama
+from calibrate.tiny_llama import byte_tokenizer
 
-from sglang_kvtc.artifact.io import save_artifact
 from sglang_kvtc.artifact.schema import Artifact
 from sglang_kvtc.benchmarks import protocols
 from sglang_kvtc.benchmarks.baselines import CodedCache
 from sglang_kvtc.benchmarks.harness import Passage, compare_positions, load_passages
 from sglang_kvtc.benchmarks.registry import load
 from sglang_kvtc.bitstream.header import FrameKind
-from sglang_kvtc.calibrate.calibration import calibrate
-from sglang_kvtc.calibrate.causal_lm import load_model
 from sglang_kvtc.calibrate.corpus import Document
-from sglang_kvtc.calibrate.demo_artifact import demo_calibration
-from sglang_kvtc.calibrate.progress import SilentProgress
 from sglang_kvtc.codec.codec import KVCodec
 from sglang_kvtc.config import CodecConfig
 from sglang_kvtc.errors import ConfigError
@@ -31,22 +26,6 @@ SMALL = (
     *("--documents", "2", "--prefix-tokens", str(PREFIX_TOKENS), "--suffix-tokens", str(SUFFIX_TOKENS)),
     *("--window", "32", "--interval", "16", "--turn-tokens", "40", "--methods", "fp8,kvtc4"),
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
-
-
-@pytest.fixture(scope="module")
-def artifact(model_dir: Path) -> Artifact:
-    made = calibrate(demo_calibration(model_dir, 3000, (4.0, 8.0)), SilentProgress())
-    return save_artifact(made, model_dir.parent / "artifact")
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> Any:
-    return load_model(model_dir, "float32")
 
 
 @pytest.fixture(scope="module")

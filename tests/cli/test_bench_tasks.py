@@ -12,15 +12,11 @@ import pytest
 import torch
 from calibrate.tiny_llama import byte_tokenizer, save_tiny_llama
 
-from sglang_kvtc.artifact.io import save_artifact
 from sglang_kvtc.benchmarks import tasks
 from sglang_kvtc.benchmarks.registry import load
 from sglang_kvtc.benchmarks.retrieval import is_right
 from sglang_kvtc.benchmarks.tasks import PASSKEY_DEPTHS, TASKS
-from sglang_kvtc.calibrate.calibration import calibrate
-from sglang_kvtc.calibrate.causal_lm import continue_from, load_model, prefill
-from sglang_kvtc.calibrate.demo_artifact import demo_calibration
-from sglang_kvtc.calibrate.progress import SilentProgress
+from sglang_kvtc.calibrate.causal_lm import continue_from, prefill
 from sglang_kvtc.calibrate.reading import first_choices, read_on
 from sglang_kvtc.errors import ArtifactError, ConfigError, UnsupportedError
 
@@ -32,23 +28,6 @@ SMALL = (
 CONTEXT_TOKENS = 200
 ELEMENT_BYTES, FEATURES = 2, 128
 """Of the tiny model's cache: bf16, and 2 layers of 2 heads of 32 channels on either side."""
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
-
-
-@pytest.fixture(scope="module")
-def artifact_dir(model_dir: Path) -> Path:
-    path = model_dir.parent / "artifact"
-    save_artifact(calibrate(demo_calibration(model_dir, 3000, (4.0, 8.0)), SilentProgress()), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> Any:
-    return load_model(model_dir, "float32")
 
 
 def run(*arguments: str) -> list[Row]:
