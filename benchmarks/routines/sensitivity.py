@@ -25,7 +25,7 @@ from sglang_kvtc.benchmarks.harness import (
 from sglang_kvtc.calibrate.causal_lm import load_config, load_model, load_tokenizer
 from sglang_kvtc.calibrate.corpus import BUILTIN, read_documents, split_documents, token_sequences
 from sglang_kvtc.calibrate.demo_model import default_cache_dir, demo_model_dir
-from sglang_kvtc.calibrate.sensitivity import NUM_SEQUENCES, measure_sensitivity
+from sglang_kvtc.calibrate.sensitivity import NUM_SEQUENCES, measure_sensitivity, sensitivity_sequences
 from sglang_kvtc.cli.progress import TerminalProgress
 from sglang_kvtc.codec.rope import rope_spec_from_config, rotate
 from sglang_kvtc.types import Side
@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     sequences = token_sequences(
         documents, tokenizer, num_tokens=4 * NUM_SEQUENCES * length, max_length=length, seed=args.seed
     )
-    sensitivity = measure_sensitivity(model, sequences, rope, seed=args.seed, progress=TerminalProgress())
+    sensitivity = measure_sensitivity(
+        model, sensitivity_sequences(sequences), rope, seed=args.seed, progress=TerminalProgress()
+    )
     passages = held_out_passages(args, model, tokenizer, torch.float32)
     num_layers, num_heads = sensitivity.k.shape[:2]
     heads = [(side, layer, head) for side in Side for layer in range(num_layers) for head in range(num_heads)]

@@ -8,6 +8,7 @@ import logging
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
@@ -33,10 +34,11 @@ from sglang_kvtc.calibrate.plans import (
     plans_within_errors,
 )
 from sglang_kvtc.calibrate.progress import Progress
-from sglang_kvtc.calibrate.sensitivity import measure_sensitivity
+from sglang_kvtc.calibrate.sensitivity import Sensitivity, measure_sensitivity, sensitivity_sequences
 from sglang_kvtc.calibrate.settings import MAX_RANK, Calibration
-from sglang_kvtc.calibrate.source_code import code_digest
+from sglang_kvtc.calibrate.source_code import SENSITIVITY_FILES, code_digest
 from sglang_kvtc.calibrate.statistics import SideStatistics
+from sglang_kvtc.calibrate.work_dir import SensitivityFile, SensitivityRun, text_digest
 from sglang_kvtc.codec.rope import rope_spec_from_config
 from sglang_kvtc.errors import ArtifactError, ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
@@ -78,11 +80,7 @@ def calibrate_shards(settings: Calibration, progress: Progress) -> tuple[Artifac
 
     model = load_model(settings.model_dir, settings.dtype, settings.device)
     gathered = gather(settings, model, bare, shards, progress)
-    sensitivity = (
-        measure_sensitivity(model, gathered.sequences, bare.rope, seed=settings.seed, progress=progress)
-        if settings.preset == "sensitivity"
-        else None
-    )
+    sensitivity = _sensitivity(settings, model, bare, gathered, progress)
     weights = None if sensitivity is None else sensitivity.weights()
     parts = gathered.collection.shards
     fitted = [
@@ -119,6 +117,26 @@ def _for_rank(artifact: Artifact, shard: Shard, whole: ModelGeometry) -> Artifac
     """The artifact with a rank's geometry and record; that of an only rank has no record."""
     record = {} if shard.tp_size == shard.pp_size == 1 else {SHARD_KEY: shard.record()}
     return dataclasses.replace(artifact, geometry=shard.geometry(whole), provenance=artifact.provenance | record)
+
+
+def _sensitivity(
+    settings: Calibration, model: Any, bare: Artifact, gathered: Gathered, progress: Progress
+) -> Sensitivity | None:
+    """What preset `sensitivity` weighs errors by; None in preset `paper`."""
+    if settings.preset == "paper":
+        return None
+    sequences = sensitivity_sequences(gathered.sequences)
+    file = None
+    if settings.work_dir is not None:
+        run = SensitivityRun(
+            model=bare.fingerprint.digest,
+            code=code_digest(SENSITIVITY_FILES),
+            dtype=settings.dtype,
+            seed=settings.seed,
+            text=text_digest(sequences),
+        )
+        file = SensitivityFile(settings.work_dir, run)
+    return measure_sensitivity(model, sequences, bare.rope, seed=settings.seed, progress=progress, file=file)
 
 
 def _fit_part(

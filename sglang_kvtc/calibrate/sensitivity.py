@@ -28,6 +28,7 @@ from sglang_kvtc.calibrate.causal_lm import filled_cache, prefill
 from sglang_kvtc.calibrate.collect import SINK_TOKENS
 from sglang_kvtc.calibrate.corpus import TokenSequence
 from sglang_kvtc.calibrate.progress import Progress
+from sglang_kvtc.calibrate.work_dir import SensitivityFile
 from sglang_kvtc.codec.rope import rotate
 from sglang_kvtc.errors import ConfigError
 
@@ -91,31 +92,50 @@ def _regularised(information: torch.Tensor) -> torch.Tensor:
     return (1 - _SHRINKAGE) * information + spread[..., None, None] * torch.eye(head_dim, dtype=information.dtype)
 
 
-def measure_sensitivity(
-    model: Any, sequences: Sequence[TokenSequence], rope: RopeSpec, *, seed: int, progress: Progress
-) -> Sensitivity:
-    """Measure it on the longest of `sequences`, NUM_SEQUENCES of them at most.
-
-    Memory is that of a backward pass through a sixth of a sequence. Raises ConfigError for sequences too short to have
-    a continuation and for a model whose output does not depend on its cache.
-    """
+def sensitivity_sequences(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+    """The longest of `sequences`, NUM_SEQUENCES of them at most. Raises ConfigError if none can have a continuation."""
     longest = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))[:NUM_SEQUENCES]
     usable = [sequence for sequence in longest if len(sequence.token_ids) > 2 * SINK_TOKENS]
     if not usable:
         length = len(longest[0].token_ids) if longest else 0
         raise ConfigError(f"the sensitivity of a model is measured on sequences, the longest has {length} tokens")
-    generator = torch.Generator().manual_seed(seed)
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with progress.stage("sensitivity", len(usable), "sequences") as advance:
-        for sequence in usable:
-            found.append(_information(model, sequence.token_ids, rope, generator))
+    return usable
+
+
+def measure_sensitivity(
+    model: Any,
+    sequences: Sequence[TokenSequence],
+    rope: RopeSpec,
+    *,
+    seed: int,
+    progress: Progress,
+    file: SensitivityFile | None = None,
+) -> Sensitivity:
+    """Measure it on all of `sequences` (see `sensitivity_sequences`).
+
+    file: where to continue, and to keep what is measured after every sequence. Memory is that of a backward pass
+    through a sixth of a sequence.
+    """
+    found = file.load() if file is not None else {}
+    with progress.stage("sensitivity", len(sequences), "sequences") as advance:
+        advance(done := len(found.get("traces", ())))
+        for index, sequence in enumerate(sequences[done:], done):
+            # One for each sequence, so that a continued run draws what an uninterrupted one would.
+            generator = torch.Generator().manual_seed(seed * NUM_SEQUENCES + index)
+            measured = _information(model, sequence.token_ids, rope, generator)
+            if found:
+                k, v = (found[name] + measured[name] for name in ("k", "v"))
+                measured = {"k": k, "v": v, "traces": torch.cat([found["traces"], measured["traces"]])}
+            found = measured
+            if file is not None:
+                file.save(found)
             advance(1)
-    k, v = (torch.stack(side) for side in zip(*found, strict=True))
-    return Sensitivity(k.mean(dim=0), v.mean(dim=0), len(usable), _standard_error([k, v]))
+    count = len(sequences)
+    return Sensitivity(found["k"] / count, found["v"] / count, count, _standard_error(found["traces"]))
 
 
-def _standard_error(by_sequence: Sequence[torch.Tensor]) -> float:
-    traces = torch.cat([side.diagonal(dim1=-2, dim2=-1).sum(dim=-1).flatten(1) for side in by_sequence], dim=1)
+def _standard_error(traces: torch.Tensor) -> float:
+    """traces: of the block of every head of both sides, f64[num_sequences, heads]."""
     if len(traces) < 2:
         return float("nan")
     errors = traces.std(dim=0) / len(traces) ** 0.5 / traces.mean(dim=0).clamp(min=torch.finfo(traces.dtype).tiny)
@@ -124,8 +144,10 @@ def _standard_error(by_sequence: Sequence[torch.Tensor]) -> float:
 
 def _information(
     model: Any, token_ids: Sequence[int], rope: RopeSpec, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Information of one sequence, K and V: f64[num_layers, num_kv_heads, head size, head size]."""
+) -> dict[str, torch.Tensor]:
+    """Information of one sequence, `k` and `v`: f64[num_layers, num_kv_heads, head size, head size]; and their traces,
+    f64[1, heads of both].
+    """
     num_continuation = len(token_ids) // CONTINUATION_ONE_IN
     num_context = len(token_ids) - num_continuation
     # Copies: what inference mode made cannot be differentiated by.
@@ -146,7 +168,8 @@ def _information(
         found.append((_outer_mean(k[:, coded]), _outer_mean(v[:, coded])))
     # What is drawn for one token says nothing about another, so the information of all of them is a sum.
     k, v = (torch.stack(side).mean(dim=0) / num_continuation for side in zip(*found, strict=True))
-    return k, v
+    traces = torch.cat([side.diagonal(dim1=-2, dim2=-1).sum(dim=-1).flatten() for side in (k, v)])
+    return {"k": k, "v": v, "traces": traces[None]}
 
 
 def _outer_mean(gradients: torch.Tensor) -> torch.Tensor:

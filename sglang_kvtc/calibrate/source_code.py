@@ -12,6 +12,8 @@ COLLECTING_FILES = (
     "codec/rope.py",
 )
 """What collected statistics depend on, besides the settings."""
+SENSITIVITY_FILES = (*(f"calibrate/{name}.py" for name in ("causal_lm", "sensitivity")), "codec/rope.py")
+"""What a measured sensitivity depends on, besides the settings and the text."""
 DECIDING_FILES = (
     "artifact/schema.py",
     "artifact/shard.py",

@@ -1,20 +1,20 @@
-"""Collected statistics on disk, so that an interrupted calibration continues and runs over different text merge.
+"""What a calibration has done so far on disk, so that an interrupted one continues and runs over different text merge.
 
-One safetensors file: the tensors of `SideStatistics` as `<part>.<side>.<name>`, and in the metadata one JSON text with
-what they are of and XXH3-128 over text and tensors.
+Two safetensors files, one of the collected statistics (the tensors of `SideStatistics` as `<part>.<side>.<name>`) and
+one of the sensitivity. In their metadata stand one JSON text with what they are of and XXH3-128 over text and tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sglang_kvtc.artifact.container import check_metadata, content_digest, replace_file
 from sglang_kvtc.artifact.shard import Shard
@@ -25,6 +25,8 @@ from sglang_kvtc.types import ModelGeometry, Side
 
 SCHEMA_VERSION = 1
 FILE_NAME = "statistics.safetensors"
+SENSITIVITY_FILE_NAME = "sensitivity.safetensors"
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +62,16 @@ class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(domain.tokens for domain in self.domains)
 
 
+class SensitivityRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a sensitivity is measured on, and how; `text` is the digest of its sequences."""
+
+    model: str
+    code: str
+    dtype: str
+    seed: int
+    text: str
+
+
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: Run
     text: Text
@@ -89,33 +101,41 @@ class WorkDir:
         """
         if not self._file.exists():
             return
-        record = _read_record(self._file)
-        differing = [
-            name
-            for ours, theirs in ((self._run, record.run), (self._text, record.text))
-            for name in ours.__struct_fields__
-            if getattr(ours, name) != getattr(theirs, name)
-        ]
-        if differing:
-            raise ConfigError(
-                f"--work-dir {self._file.parent} holds the statistics of another calibration (other "
-                f"{', '.join(differing)}): name another folder or remove {self._file.name} from it"
-            )
+        record = _read_record(self._file, _Record)
+        _check_same(self._file, "statistics", (self._run, record.run), (self._text, record.text))
         _restore_tensors(self._file, collection)
         collection.num_sequences = record.done
 
     def save(self, collection: Collection) -> None:
         """Write the collection; whoever reads sees the last one or this one. Raises ArtifactError when it cannot."""
-        record = _Record(self._run, self._text, collection.num_sequences)
-        description = msgspec.json.encode(record, order="sorted").decode()
         tensors = {
             f"{prefix}.{name}": tensor.detach().cpu().contiguous()
             for prefix, statistics in _by_prefix(collection)
             for name, tensor in statistics.tensors().items()
         }
-        digest = _digest(description, sorted(tensors), tensors.__getitem__)
-        metadata = {"schema_version": str(SCHEMA_VERSION), "description": description, "digest": digest.hex()}
-        replace_file(self._file, lambda unfinished: save_file(tensors, unfinished, metadata), "statistics")
+        _write(self._file, _Record(self._run, self._text, collection.num_sequences), tensors, "statistics")
+
+
+class SensitivityFile:
+    """The sensitivity of a calibration as far as it is measured: named tensors, whose meaning is the caller's."""
+
+    def __init__(self, directory: Path, run: SensitivityRun) -> None:
+        self._file = directory / SENSITIVITY_FILE_NAME
+        self._run = run
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """What was saved last, nothing if nothing was.
+
+        Raises ConfigError when the folder holds that of another calibration, ArtifactError for a damaged file.
+        """
+        if not self._file.exists():
+            return {}
+        _check_same(self._file, "sensitivity", (self._run, _read_record(self._file, SensitivityRun)))
+        return load_file(self._file)
+
+    def save(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replace what was saved. Raises ArtifactError when it cannot."""
+        _write(self._file, self._run, tensors, "the sensitivity")
 
 
 def load_merged(
@@ -129,7 +149,7 @@ def load_merged(
     """
     merged: Collection | None = None
     texts: list[Text] = []
-    records = [(directory / FILE_NAME, _read_record(directory / FILE_NAME)) for directory in directories]
+    records = [(directory / FILE_NAME, _read_record(directory / FILE_NAME, _Record)) for directory in directories]
     pca_rows = sum(record.text.pca_rows or 0 for _, record in records)
     for file, record in records:
         differing = [name for name in run.__struct_fields__ if getattr(run, name) != getattr(record.run, name)]
@@ -162,6 +182,28 @@ def _by_prefix(collection: Collection) -> Iterator[tuple[str, Any]]:
             yield f"{part}.{side.name.lower()}", statistics[side]
 
 
+def _check_same(file: Path, what: str, *pairs: tuple[msgspec.Struct, msgspec.Struct]) -> None:
+    """pairs: what this calibration is, and what the file is of."""
+    differing = [
+        name
+        for ours, theirs in pairs
+        for name in ours.__struct_fields__
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"--work-dir {file.parent} holds the {what} of another calibration (other {', '.join(differing)}): name "
+            f"another folder or remove {file.name} from it"
+        )
+
+
+def _write(file: Path, record: msgspec.Struct, tensors: dict[str, torch.Tensor], what: str) -> None:
+    description = msgspec.json.encode(record, order="sorted").decode()
+    digest = _digest(description, sorted(tensors), tensors.__getitem__)
+    metadata = {"schema_version": str(SCHEMA_VERSION), "description": description, "digest": digest.hex()}
+    replace_file(file, lambda unfinished: save_file(tensors, unfinished, metadata), what)
+
+
 def _digest(description: str, names: Sequence[str], tensor: Callable[[str], torch.Tensor]) -> bytes:
     def parts() -> Iterator[tuple[str, str, Sequence[int], memoryview]]:
         for name in names:
@@ -172,7 +214,7 @@ def _digest(description: str, names: Sequence[str], tensor: Callable[[str], torc
     return content_digest(SCHEMA_VERSION, description, parts())
 
 
-def _read_record(file: Path) -> _Record:
+def _read_record(file: Path, kind: type[Record]) -> Record:
     if not file.is_file():
         raise ArtifactError(
             f"there are no statistics at {file}: run `sglang-kvtc calibrate --work-dir` to collect some"
@@ -184,7 +226,7 @@ def _read_record(file: Path) -> _Record:
             digest = _digest(metadata["description"], sorted(opened.keys()), opened.get_tensor)
         if digest.hex() != metadata["digest"]:
             raise ArtifactError("it changed after it was written (its digest does not match): remove it")
-        return msgspec.json.decode(metadata["description"], type=_Record)
+        return msgspec.json.decode(metadata["description"], type=kind)
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         raise ArtifactError(f"{file} is not a readable file of statistics: {error}") from error
     except ArtifactError as error:

@@ -16,7 +16,7 @@ from sglang_kvtc.calibrate.causal_lm import filled_cache, load_model, prefill
 from sglang_kvtc.calibrate.collect import SINK_TOKENS
 from sglang_kvtc.calibrate.corpus import TokenSequence
 from sglang_kvtc.calibrate.progress import SilentProgress
-from sglang_kvtc.calibrate.sensitivity import POWER, Sensitivity, measure_sensitivity
+from sglang_kvtc.calibrate.sensitivity import POWER, Sensitivity, measure_sensitivity, sensitivity_sequences
 from sglang_kvtc.codec.rope import rope_spec_from_config, rotate
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import Side
@@ -108,7 +108,8 @@ def test_it_predicts_what_a_small_error_does_to_the_output(model: Any, rope: Rop
 
 def test_the_longest_sequences_are_used_and_a_seed_decides(model: Any, rope: RopeSpec) -> None:
     longer = [sequence(number, 60 - number) for number in range(20)]
-    found = measure_sensitivity(model, [sequence(50), *longer, sequence(51)], rope, seed=3, progress=QUIET)
+    assert sensitivity_sequences([sequence(50), *longer, sequence(51)]) == longer
+    found = measure_sensitivity(model, longer, rope, seed=3, progress=QUIET)
     again = measure_sensitivity(model, longer, rope, seed=3, progress=QUIET)
     assert torch.equal(found.k, again.k) and torch.equal(found.v, again.v)
     assert found.num_sequences == 20 and 0 < found.standard_error < 1
@@ -118,9 +119,9 @@ def test_the_longest_sequences_are_used_and_a_seed_decides(model: Any, rope: Rop
 
 
 @pytest.mark.parametrize("length", [0, 5, 8])
-def test_text_too_short_to_be_continued_is_refused(model: Any, rope: RopeSpec, length: int) -> None:
+def test_text_too_short_to_be_continued_is_refused(length: int) -> None:
     with pytest.raises(ConfigError, match=f"the longest has {length} tokens"):
-        measure_sensitivity(model, [sequence(0, length)], rope, seed=0, progress=QUIET)
+        sensitivity_sequences([sequence(0, length)])
 
 
 def information_of(*diagonals: Sequence[float]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from sglang_kvtc.artifact.io import save_artifact
 from sglang_kvtc.artifact.schema import Artifact
-from sglang_kvtc.calibrate import collect
+from sglang_kvtc.calibrate import collect, sensitivity
 from sglang_kvtc.calibrate.calibration import calibrate, calibrate_shards
 from sglang_kvtc.calibrate.progress import SilentProgress
 from sglang_kvtc.calibrate.settings import Calibration
@@ -108,6 +108,45 @@ def test_statistics_of_other_settings_are_not_continued(
     calibrate(settings(tiny_llama, work_dir=tmp_path), SilentProgress())
     with pytest.raises(ConfigError, match=rf"holds the statistics of another calibration \(other .*{named}"):
         calibrate_shards(settings(tiny_llama, work_dir=tmp_path, **changes), SilentProgress())
+
+
+def test_an_interrupted_sensitivity_continues_and_gives_the_identical_artifact(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = sensitivity._information
+    measured: list[int] = []
+
+    def stop_at(limit: int) -> None:
+        def counted(model: object, token_ids: tuple[int, ...], *rest: object) -> object:
+            if len(measured) == limit:
+                raise Interrupted
+            measured.append(len(token_ids))
+            return information(model, token_ids, *rest)
+
+        measured.clear()
+        monkeypatch.setattr(sensitivity, "_information", counted)
+
+    whole = calibrate(settings(tiny_llama, preset="sensitivity"), SilentProgress())
+    kept = settings(tiny_llama, preset="sensitivity", work_dir=tmp_path / "work")
+    stop_at(5)
+    with pytest.raises(Interrupted):
+        calibrate(kept, SilentProgress())
+    stop_at(1000)
+    continued = calibrate(kept, SilentProgress())
+    assert len(measured) + 5 == int(continued.provenance["sensitivity"].split(" sequences")[0].split()[-1])
+    assert digest(continued, tmp_path / "a") == digest(whole, tmp_path / "b")
+    # A finished one is not measured again.
+    stop_at(0)
+    assert digest(calibrate(kept, SilentProgress()), tmp_path / "c") == digest(whole, tmp_path / "d")
+
+
+def test_the_sensitivity_of_other_settings_is_not_continued(tiny_llama: Path, tmp_path: Path) -> None:
+    calibrate(settings(tiny_llama, preset="sensitivity", work_dir=tmp_path), SilentProgress())
+    (tmp_path / FILE_NAME).unlink()
+    with pytest.raises(
+        ConfigError, match=r"the sensitivity of another calibration \(other seed, text\).*sensitivity\.safe"
+    ):
+        calibrate(settings(tiny_llama, preset="sensitivity", work_dir=tmp_path, seed=1), SilentProgress())
 
 
 def test_a_damaged_work_file_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
