@@ -22,16 +22,24 @@ from sglang_kvtc.calibrate.causal_lm import DTYPES, load_config, load_model, loa
 from sglang_kvtc.calibrate.demo_artifact import DEMO_RATIOS, DEMO_TOKENS, demo_calibration
 from sglang_kvtc.calibrate.demo_model import default_cache_dir, demo_model_dir
 from sglang_kvtc.calibrate.settings import Preset
+from sglang_kvtc.calibrate.small_qwen import small_qwen_dir
 from sglang_kvtc.cli.progress import TerminalProgress
 
+FAMILIES = ("llama", "qwen")
 PRESETS = get_args(Preset)
 HELP = "KL, NLL and top-1 of a model on a coded prefix, against fp8 and 2- and 4-bit quantisers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes default to those of the measured reference (six documents, 1,024 + 192 tokens)."""
-    parser.add_argument("--model", type=Path, help="Hugging Face model directory (default: the demo model)")
-    parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="demo model and artifacts")
+    parser.add_argument("--model", type=Path, help="Hugging Face model directory (default: see --family)")
+    parser.add_argument(
+        "--family",
+        choices=FAMILIES,
+        default=FAMILIES[0],
+        help="without --model: the demo model, or the Qwen3 model trained from it (default %(default)s)",
+    )
+    parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="models and artifacts")
     parser.add_argument("--ratio", type=float, default=16.0, help="target ratio to show first (default %(default)g)")
     parser.add_argument("--ratios", type=_ratios, default=DEMO_RATIOS, help="all target ratios, comma-separated")
     parser.add_argument("--presets", type=_names, default=PRESETS, help=f"of {','.join(PRESETS)} (default: all)")
@@ -41,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """Return one row per method; artifacts are calibrated once and then read from the cache folder."""
-    model_dir = args.model or demo_model_dir(args.cache_dir)
+    model_dir = args.model or _family_dir(args.family, args.cache_dir)
     ratios = tuple(dict.fromkeys((args.ratio, *args.ratios)))
     settings = demo_calibration(model_dir, args.tokens, ratios)
     artifacts = {
@@ -71,6 +79,10 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
     add("int4", "", 4.0, partial(integer, rope=rope, num_bits=4))
     add("int2", "", 8.0, partial(integer, rope=rope, num_bits=2))
     return rows
+
+
+def _family_dir(family: str, cache_dir: Path) -> Path:
+    return small_qwen_dir(TerminalProgress(), cache_dir) if family == "qwen" else demo_model_dir(cache_dir)
 
 
 def _names(text: str) -> tuple[str, ...]:

