@@ -2,7 +2,7 @@
 
 Both presets of `calibrate` are compared in one run. KL, NLL and top-1 are measured in fp32 on held-out text; ratios
 count every stored byte of the coded tokens. Rows "kvtc node" code the whole prefix as the tier stores it: sinks raw,
-the last tokens in 8 bits.
+the last tokens by the finest plan.
 """
 
 from __future__ import annotations
