@@ -84,7 +84,7 @@ def small_qwen_dir(
     training: QwenTraining | None = None,
     llama_dir: Path | None = None,
 ) -> Path:
-    """Return the Hugging Face directory of the Qwen3 model, built on first use (about 25 minutes on two idle cores).
+    """Return the Hugging Face directory of the Qwen3 model, built on first use (about 40 minutes on two cores).
 
     cache_dir: parent folder, by default `default_cache_dir()`. training: QwenTraining() by default. llama_dir: the
     model that it is made of and whose tokenizer it gets, by default the demo model.
