@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from sglang_kvtc.benchmarks.harness import Passage, log_probs
-from sglang_kvtc.benchmarks.schemes import Bytes, CacheCoder
+from sglang_kvtc.benchmarks.schemes import Bytes, CacheCoder, coded_node
 from sglang_kvtc.calibrate.reading import read_on
 from sglang_kvtc.codec.codec import KVCodec
-from sglang_kvtc.types import KVChunk, TokenRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +81,7 @@ def _restored(
     sizes: Bytes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one node after they were frames, whose bytes are added to `sizes`."""
-    parts = []
-    stored_bytes = 0
-    for tokens, kind, plan in codec.segments(start_position, keys.shape[1], min_coded_tokens=min_coded_tokens):
-        window = slice(tokens.start - start_position, tokens.stop - start_position)
-        encoded = codec.encode(KVChunk(keys[:, window], values[:, window], tokens.start), kind, plan)
-        opened = codec.open(encoded.frame, tokens.start, len(tokens))
-        parts.append(opened.reconstruct(range(len(keys)), TokenRange(0, len(tokens))))
-        stored_bytes += len(encoded.frame)
+    coded = coded_node(codec, keys, values, start_position, min_coded_tokens=min_coded_tokens)
     num_bytes = 2 * (keys.numel() + values.numel())
-    sizes.merge(Bytes(num_bytes, stored_bytes, num_bytes))
-    restored_keys, restored_values = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
-    return restored_keys, restored_values
+    sizes.merge(Bytes(num_bytes, coded.stored_bytes, num_bytes))
+    return coded.keys, coded.values

@@ -115,18 +115,20 @@ def kvtc(artifact: Artifact, target_ratio: float, *, as_node: bool = False) -> M
     config = CodecConfig(target_ratio=target_ratio)
     if not as_node:
         config = msgspec.structs.replace(config, sink_tokens=0, window_tokens=0)
-    codec = KVCodec(artifact, config)
+    return partial(coded_node, KVCodec(artifact, config))
 
-    def method(keys: torch.Tensor, values: torch.Tensor, start_position: int) -> Coded:
-        parts, stored_bytes = [], 0
-        for tokens, encoded in codec.encode_node(keys, values, start_position):
-            opened = codec.open(encoded.frame, tokens.start, len(tokens))
-            parts.append(opened.reconstruct(range(artifact.geometry.num_layers), TokenRange(0, len(tokens))))
-            stored_bytes += len(encoded.frame)
-        decoded_keys, decoded_values = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
-        return Coded(decoded_keys, decoded_values, stored_bytes)
 
-    return method
+def coded_node(
+    codec: KVCodec, keys: torch.Tensor, values: torch.Tensor, start_position: int, *, min_coded_tokens: int = 1
+) -> Coded:
+    """A node after it was frames, with the bytes of all of them."""
+    parts, stored_bytes = [], 0
+    for tokens, encoded in codec.encode_node(keys, values, start_position, min_coded_tokens=min_coded_tokens):
+        opened = codec.open(encoded.frame, tokens.start, len(tokens))
+        parts.append(opened.reconstruct(range(len(keys)), TokenRange(0, len(tokens))))
+        stored_bytes += len(encoded.frame)
+    decoded_keys, decoded_values = (torch.cat(side, dim=1) for side in zip(*parts, strict=True))
+    return Coded(decoded_keys, decoded_values, stored_bytes)
 
 
 def schemes(

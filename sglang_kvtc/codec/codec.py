@@ -117,14 +117,14 @@ class KVCodec:
         return EncodedChunk(write_frame(header, sections, self._config.coder, self._config.coder_level), kind)
 
     def encode_node(
-        self, keys: torch.Tensor, values: torch.Tensor, start_position: int
+        self, keys: torch.Tensor, values: torch.Tensor, start_position: int, *, min_coded_tokens: int = 1
     ) -> Iterator[tuple[TokenRange, EncodedChunk]]:
         """Cut a node into chunks and encode one after the other, as the caller asks for them.
 
         keys, values: the whole node, like those of a KVChunk. Yields absolute token ranges in order of position.
-        Working memory is that of one chunk. Raises what `encode` raises.
+        min_coded_tokens: see codec.segments. Working memory is that of one chunk. Raises what `encode` raises.
         """
-        for tokens, kind, plan in self.segments(start_position, keys.shape[1]):
+        for tokens, kind, plan in self.segments(start_position, keys.shape[1], min_coded_tokens=min_coded_tokens):
             part = slice(tokens.start - start_position, tokens.stop - start_position)
             yield tokens, self.encode(KVChunk(keys[:, part], values[:, part], tokens.start), kind, plan)
 

@@ -178,8 +178,11 @@ def test_a_life_05_compression_frees_device_tokens_and_stores_far_fewer_bytes(se
     stored_tokens = 5 * PROMPT_TOKENS - POOL_TOKENS
     assert stats["frame_tokens"] >= stored_tokens
     raw = stats["frame_tokens"] * stats["raw_bytes_per_token"]
-    # By the plans: 4 of 300 tokens raw, 168 at ratio 16, 128 at ratio 8.
-    assert raw / stats["frame_bytes"] > (1.0 if lossless(server) else 300 / (4 + 168 / 16 + 128 / 8) * 0.8)
+    # By the plans, which entropy coding never exceeds: 4 of 300 tokens raw, 168 at ratio 16, 128 at ratio 8; and
+    # header, table and checksum of three frames.
+    planned = (4 + 168 / 16 + 128 / 8) * stats["raw_bytes_per_token"] + 3 * 100
+    smallest = 1.0 if lossless(server) else PROMPT_TOKENS * stats["raw_bytes_per_token"] / planned
+    assert raw / stats["frame_bytes"] > smallest
 
 
 def test_a_ops_02_a_flush_empties_the_tier_even_while_chunks_wait_for_the_encoder(server: Server) -> None:
@@ -211,7 +214,7 @@ def test_a_prefix_that_still_waits_for_the_encoder_is_restored_exactly(server: S
     server.process.wait_encoded()
 
 
-@pytest.mark.parametrize("byte", [0, 4000, -1])
+@pytest.mark.parametrize("byte", [0, 40, 70, 4000, -1])
 def test_a_bit_09_a_damaged_frame_is_a_miss_and_the_tokens_are_recomputed(server: Server, byte: int) -> None:
     prefix, extra = server.prompts[0][:PROMPT_TOKENS], server.prompts[9][5:6]
     reference = server.generate(prefix + extra)
