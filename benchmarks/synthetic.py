@@ -6,8 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_kvtc.artifact.schema import Artifact, ModelFingerprint, Plan, RopeSpec, SideBasis, SidePlan
-from sglang_kvtc.codec.allocate import SAMPLE_TOKENS, allocate, error_table, side_plan
+from sglang_kvtc.artifact.schema import Artifact, ModelFingerprint, RopeSpec
+from sglang_kvtc.calibrate.fit import SideFit
+from sglang_kvtc.calibrate.progress import SilentProgress
+from sglang_kvtc.calibrate.uniform_plans import plans_at_ratios
+from sglang_kvtc.codec.allocate import SAMPLE_TOKENS
 from sglang_kvtc.codec.rope import rope_spec_from_config, rotate
 from sglang_kvtc.types import KVChunk, ModelGeometry, Side
 
@@ -39,30 +42,33 @@ def coefficients(side: Side, num_features: int, rank: int, num_tokens: int, seed
 
 
 def artifact(geometry: ModelGeometry, ratio: float, seed: int) -> Artifact:
-    """An artifact with random orthonormal bases and one plan, allocated for the spectrum of each side."""
-    bases: dict[Side, SideBasis] = {}
-    plans: dict[Side, SidePlan] = {}
+    """An artifact with random orthonormal bases and one uniform plan for the spectrum of each side."""
+    fits: dict[Side, SideFit] = {}
     for side in Side:
         num_features = geometry.features(side)
         rank = min(num_features, max(64, int(num_features * 6.4 / ratio)))
         generator = torch.Generator().manual_seed(seed + side)
         columns = torch.linalg.qr(torch.randn(num_features, rank, generator=generator)).Q
         spectrum = variances(side, num_features, rank)
-        bases[side] = SideBasis(
+        sample = coefficients(side, num_features, rank, SAMPLE_TOKENS, seed)
+        fits[side] = SideFit(
+            side=side,
+            weights=None,
             mean=torch.randn(num_features, generator=generator).numpy(),
             basis=columns.half().numpy(),
             variances=spectrum,
             total_variance=float(spectrum.sum()),
+            coefficients=sample,
+            sample_variance=float(np.square(sample, dtype=np.float64).sum(axis=1).mean()),
         )
-        table = error_table(coefficients(side, num_features, rank, SAMPLE_TOKENS, seed))
-        plans[side] = side_plan(table, allocate(table, int(16 * num_features / ratio)), float(table.variances.sum()))
+    plans = plans_at_ratios(fits, geometry, [(ratio, ratio)], SilentProgress())
     return Artifact(
         geometry=geometry,
         rope=_rope(geometry),
         fingerprint=ModelFingerprint("Synthetic", "synthetic", "0" * 32),
-        k=bases[Side.K],
-        v=bases[Side.V],
-        plans=(Plan(ratio, plans[Side.K], plans[Side.V]),),
+        k=fits[Side.K].side_basis([plan.k for plan in plans]),
+        v=fits[Side.V].side_basis([plan.v for plan in plans]),
+        plans=plans,
         digest=bytes(16),
     )
 

@@ -26,7 +26,6 @@ from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.codec.codec import KVCodec, compute_dtype
 from sglang_kvtc.codec.decode import rotated_keys, token_coefficients
 from sglang_kvtc.codec.encode import EncodedChunk, centred_features
-from sglang_kvtc.codec.quantize import quantize
 from sglang_kvtc.codec.rope import Rotation
 from sglang_kvtc.codec.transform import SideCoding
 from sglang_kvtc.config import CodecConfig
@@ -221,6 +220,13 @@ class _Stopwatch:
         self._last = now
 
 
+def _quantize(coding: SideCoding, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized = coding.quantizer.quantize(coefficients)
+    if quantized is None:
+        raise KVTCError("the node has coefficients that the quantiser cannot represent: its frames are RAW")
+    return quantized
+
+
 def _run_stages(
     artifact: Artifact,
     codings: tuple[SideCoding, SideCoding],
@@ -239,10 +245,11 @@ def _run_stages(
     watch.lap("encode_rope_transform")
     coefficients = [coding.transform.project(each) for coding, each in zip(codings, features, strict=True)]
     watch.lap("encode_gemm")
-    quantized = [quantize(each, coding.layout) for coding, each in zip(codings, coefficients, strict=True)]
+    quantized = [_quantize(coding, each) for coding, each in zip(codings, coefficients, strict=True)]
     watch.lap("encode_quantise")
     packed = [
-        bitpack.pack(symbols.numpy(), coding.widths) for coding, (symbols, _) in zip(codings, quantized, strict=True)
+        bitpack.pack(symbols.numpy(), coding.quantizer.row_widths)
+        for coding, (symbols, _) in zip(codings, quantized, strict=True)
     ]
     watch.lap("encode_pack")
     sections = {section: params.numpy() for section, (_, params) in zip(PARAMS, quantized, strict=True)}
@@ -255,17 +262,17 @@ def _run_stages(
     watch.lap("encode_entropy")
 
     opened = open_frame(encoded.frame)
-    params = [opened.section(section).view("f2") for section in PARAMS]
+    contents = [opened.section(section).copy() for section in PARAMS]
     payload = [opened.section(section) for section in SYMBOLS]
     watch.lap("decode_entropy")
     unpacked = [
-        torch.from_numpy(bitpack.unpack(each, coding.widths, chunk.num_tokens))
+        torch.from_numpy(bitpack.unpack(each, coding.quantizer.row_widths, chunk.num_tokens))
         for coding, each in zip(codings, payload, strict=True)
     ]
     watch.lap("decode_unpack")
     rows = [
-        token_coefficients(symbols, torch.from_numpy(each).view(2, -1, chunk.num_tokens), coding)
-        for coding, symbols, each in zip(codings, unpacked, params, strict=True)
+        token_coefficients(symbols, coding.quantizer.read_params(each, chunk.num_tokens), coding)
+        for coding, symbols, each in zip(codings, unpacked, contents, strict=True)
     ]
     watch.lap("decode_dequantise")
     unrotated = [

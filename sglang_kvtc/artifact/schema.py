@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_kvtc.types import ModelGeometry, Side
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 GROUP_SIZES = (1, 16, 64, 256, 1024)
-"""Components that may share one shift and scale (KVTC section 3.2)."""
+"""Components that may share one shift and scale (KVTC section 3.2), in a grouped plan."""
 MAX_WIDTH = 8
+"""Of a grouped plan."""
+LEVEL_BITS = (2, 16)
+"""Least and largest width of a uniform plan."""
+STEPS = (2.0**-64, 2.0**64)
+"""Least and largest step of a uniform plan: those of its tokens are normal numbers then."""
 PARAM_BITS = 32
-"""A 16-bit shift and a 16-bit scale per group and token."""
-RangeRule = Literal["minmax", "gaussian"]
+"""A 16-bit shift and a 16-bit scale per group and token, in a grouped plan."""
+TOKEN_SCALE_BITS = 8
+"""The one parameter of a token in a uniform plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,9 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Consecutive principal components [start, start + size) quantised to `width` bits with shared shift and scale."""
+    """Consecutive principal components [start, start + size) quantised to `width` bits each, and in a grouped plan with
+    a shift and scale in common.
+    """
 
     start: int
     size: int
@@ -48,13 +55,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SidePlan:
-    """Bit allocation of K or V: the coded groups in ascending order; components in no group are not stored."""
+    """What is kept of K or V: the coded groups in ascending order; components in no group are not stored.
+
+    Either grouped (KVTC section 3.2, codec.quantize): every token has a shift and a scale for each group. Or uniform
+    (codec.uniform): all components have one `step`, which a scale per token multiplies, and entropy coding makes the
+    bits.
+    """
 
     groups: tuple[Group, ...]
     predicted_error: float
     """Expected squared error per token divided by the variance per token, on the calibration sample."""
-    range_rule: RangeRule = "minmax"
-    """How the encoder chooses shift and scale (codec.quantize). Frames decode without knowing it."""
+    step: float = 0.0
+    """Of a uniform plan: distance of two levels of a token whose scale is 1, before rounding. 0 in a grouped plan."""
+    stored_bits: float = 0.0
+    """Of a uniform plan: bits of a token after entropy coding, on the calibration sample. 0 in a grouped plan."""
 
     @property
     def columns(self) -> npt.NDArray[np.int64]:
@@ -69,18 +83,20 @@ class SidePlan:
         return np.repeat(np.array([g.width for g in self.groups], np.uint8), [g.size for g in self.groups])
 
     @property
-    def group_sizes(self) -> npt.NDArray[np.int64]:
-        return np.array([g.size for g in self.groups], dtype=np.int64)
-
-    @property
     def bits_per_token(self) -> int:
         """Payload and parameter bits of one token, before entropy coding."""
-        return sum(g.size * g.width + PARAM_BITS for g in self.groups)
+        payload = sum(group.size * group.width for group in self.groups)
+        return payload + (TOKEN_SCALE_BITS if self.step else PARAM_BITS * len(self.groups))
+
+    @property
+    def planned_bits(self) -> float:
+        """What a token is expected to take: in a uniform plan after entropy coding, in a grouped one at most."""
+        return self.stored_bits or self.bits_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One target ratio: 16-bit bytes over bits of the plan, before entropy coding."""
+    """One target ratio: 16-bit bytes over the `planned_bits` of both sides."""
 
     target_ratio: float
     k: SidePlan

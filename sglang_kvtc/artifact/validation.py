@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_kvtc.artifact.schema import GROUP_SIZES, MAX_WIDTH, Artifact, RopeSpec, SideBasis, SidePlan
+from sglang_kvtc.artifact.schema import (
+    GROUP_SIZES,
+    LEVEL_BITS,
+    MAX_WIDTH,
+    STEPS,
+    Artifact,
+    Group,
+    RopeSpec,
+    SideBasis,
+    SidePlan,
+)
 from sglang_kvtc.artifact.shard import check_shard
 from sglang_kvtc.bitstream.header import plan_code
 from sglang_kvtc.errors import ArtifactError
@@ -122,16 +132,28 @@ def _check_all(holds: npt.NDArray[np.bool_], tensor: npt.NDArray[Any], name: str
 
 
 def _check_side_plan(plan: SidePlan, name: str, rank: int) -> None:
-    if not (math.isfinite(plan.predicted_error) and plan.predicted_error >= 0):
-        raise ArtifactError(f"{name}.predicted_error is {plan.predicted_error}: expected a number of at least 0")
+    for field in ("predicted_error", "step", "stored_bits"):
+        value = getattr(plan, field)
+        if not (math.isfinite(value) and value >= 0):
+            raise ArtifactError(f"{name}.{field} is {value}: expected a number of at least 0")
+    least, most = STEPS
+    if plan.step and not least <= plan.step <= most:
+        raise ArtifactError(f"{name}.step is {plan.step}: expected 0, or {least:g} to {most:g}")
     for index, group in enumerate(plan.groups):
-        if group.size not in GROUP_SIZES:
-            raise ArtifactError(f"{name}.groups[{index}].size is {group.size}: expected one of {GROUP_SIZES}")
-        if not 0 <= group.width <= MAX_WIDTH:
-            raise ArtifactError(f"{name}.groups[{index}].width is {group.width}: expected 0 to {MAX_WIDTH}")
-        if not 0 <= group.start <= rank - group.size:
-            stop = group.start + group.size
-            raise ArtifactError(f"{name}.groups[{index}] is [{group.start}, {stop}): outside the {rank} components")
+        _check_group(group, f"{name}.groups[{index}]", plan.step > 0, rank)
     for index, (before, after) in enumerate(pairwise(plan.groups), start=1):
         if after.start < before.start + before.size:
             raise ArtifactError(f"{name}.groups[{index}].start is {after.start}: overlaps or precedes the group before")
+
+
+def _check_group(group: Group, name: str, is_uniform: bool, rank: int) -> None:
+    least, most = LEVEL_BITS if is_uniform else (0, MAX_WIDTH)
+    if group.size < 1 or not (is_uniform or group.size in GROUP_SIZES):
+        raise ArtifactError(
+            f"{name}.size is {group.size}: expected {'1 or more' if is_uniform else f'one of {GROUP_SIZES}'}"
+        )
+    if not least <= group.width <= most:
+        raise ArtifactError(f"{name}.width is {group.width}: expected {least} to {most}")
+    if not 0 <= group.start <= rank - group.size:
+        stop = group.start + group.size
+        raise ArtifactError(f"{name} is [{group.start}, {stop}): outside the {rank} components")

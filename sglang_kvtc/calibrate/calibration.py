@@ -8,7 +8,7 @@ import logging
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import filelock
 import numpy as np
@@ -22,17 +22,14 @@ from sglang_kvtc.artifact.io import load_artifact, save_artifact
 from sglang_kvtc.artifact.schema import Artifact, Plan
 from sglang_kvtc.artifact.shard import SHARD_KEY, Shard, shards_of
 from sglang_kvtc.bitstream.header import plan_code
+from sglang_kvtc.calibrate import plans as grouped_plans
+from sglang_kvtc.calibrate import uniform_plans
 from sglang_kvtc.calibrate.causal_lm import load_config, load_model, model_geometry
 from sglang_kvtc.calibrate.corpus import BUILTIN, merged_domains
 from sglang_kvtc.calibrate.fit import SideFit, fit_side
 from sglang_kvtc.calibrate.gather import Gathered, gather
 from sglang_kvtc.calibrate.held_out import HeldOutError, measure_held_out
-from sglang_kvtc.calibrate.plans import (
-    overall_ratio,
-    plans_at_ratios,
-    plans_with_best_split,
-    plans_within_errors,
-)
+from sglang_kvtc.calibrate.plans import Fits, overall_ratio
 from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.calibrate.sensitivity import Sensitivity, measure_sensitivity, sensitivity_sequences
 from sglang_kvtc.calibrate.settings import MAX_RANK, Calibration
@@ -44,6 +41,18 @@ from sglang_kvtc.errors import ArtifactError, ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
 
 logger = logging.getLogger(__name__)
+
+
+class _Plans(Protocol):
+    """What the modules of grouped and of uniform plans have in common."""
+
+    def plans_at_ratios(
+        self, fits: Fits, geometry: ModelGeometry, ratios: Sequence[tuple[float, float]], progress: Progress
+    ) -> tuple[Plan, ...]: ...
+
+    def plans_with_best_split(self, fits: Fits, ratios: Sequence[float], progress: Progress) -> tuple[Plan, ...]: ...
+
+    def plans_within_errors(self, fits: Fits, errors: Sequence[float], progress: Progress) -> tuple[Plan, ...]: ...
 
 
 def calibrate(settings: Calibration, progress: Progress) -> Artifact:
@@ -159,7 +168,6 @@ def _fit_part(
             device=device,
             progress=progress,
             weights=None if weights is None else weights[side],
-            rule="minmax" if weights is None else "gaussian",
         )
         for side in Side
     }
@@ -171,15 +179,16 @@ def _fit_part(
 def _plans(
     settings: Calibration, fits: dict[Side, SideFit], geometry: ModelGeometry, progress: Progress
 ) -> tuple[Plan, ...]:
+    kind: _Plans = grouped_plans
+    if settings.preset == "sensitivity":
+        kind = uniform_plans
     if settings.target_errors:
-        plans = plans_within_errors(fits, settings.target_errors, progress)
+        plans = kind.plans_within_errors(fits, settings.target_errors, progress)
         window_ratios = settings.window_ratios(plan.target_ratio for plan in plans)
-        return plans + plans_at_ratios(fits, geometry, [(ratio, ratio) for ratio in window_ratios], progress)
+        return plans + kind.plans_at_ratios(fits, geometry, [(ratio, ratio) for ratio in window_ratios], progress)
     if settings.shares_bits:
-        # Weights give the errors of K and V one unit.
-        units = (1.0, 1.0) if settings.preset == "sensitivity" else None
-        return plans_with_best_split(fits, [ratio for ratio, _ in settings.ratio_pairs], progress, units)
-    return plans_at_ratios(fits, geometry, settings.ratio_pairs, progress)
+        return kind.plans_with_best_split(fits, [ratio for ratio, _ in settings.ratio_pairs], progress)
+    return kind.plans_at_ratios(fits, geometry, settings.ratio_pairs, progress)
 
 
 def _check_names(settings: Calibration, geometry: ModelGeometry) -> None:

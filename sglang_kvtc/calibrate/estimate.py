@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -19,12 +20,14 @@ from sglang_kvtc.artifact.schema import GROUP_SIZES
 from sglang_kvtc.artifact.shard import shards_of
 from sglang_kvtc.calibrate.causal_lm import DTYPES, load_config, model_geometry
 from sglang_kvtc.calibrate.collect import distinct_parts
+from sglang_kvtc.calibrate.fit import SideFit
 from sglang_kvtc.calibrate.gather import HELD_OUT_TOKENS
 from sglang_kvtc.calibrate.pca import BLOCK_ROWS, ITERATIONS, oversampled_rank
 from sglang_kvtc.calibrate.plans import budget_bits
 from sglang_kvtc.calibrate.sensitivity import CONTINUATION_ONE_IN, NUM_SEQUENCES
 from sglang_kvtc.calibrate.settings import MAX_RANK, Calibration, planned_pca_rows
 from sglang_kvtc.calibrate.statistics import SideStatistics
+from sglang_kvtc.calibrate.uniform_plans import SEARCH_STEPS, StepTrial
 from sglang_kvtc.codec.allocate import SAMPLE_TOKENS, Allocator, error_table
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
@@ -43,6 +46,7 @@ class Rates:
 
     forward, gemm: FLOP in products of the model's dtype and of f32. eigh: of an f32 eigendecomposition of n features,
     in n^3. table: elements of the allocation sample quantised at all widths. allocator: components x bits of budget.
+    trial: elements of the allocation sample coded at one step.
     """
 
     forward: float
@@ -50,6 +54,7 @@ class Rates:
     eigh: float
     table: float
     allocator: float
+    trial: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +139,9 @@ def estimate(settings: Calibration) -> Estimate:
         stages.append(_in_turn(f"{side.name}: PCA", kept, pca))
         # The basis in fp16 stays from here on.
         kept += sum(_rank(settings, part, side, pca_rows) * part.features(side) * _F16 for part in parts)
-        stages.append(_in_turn(f"{side.name}: bit allocation", kept, allocation))
+        stages.append(_in_turn(f"{side.name}: plans", kept, allocation))
     columns = sum(_rank(settings, part, side, pca_rows) * part.features(side) for part in parts for side in Side)
-    # One of those that the errors give may be as fine as the plan of windows.
-    by_error = len(settings.target_errors)
-    num_plans = by_error + (settings.window_ratio > 0) if by_error else len(settings.ratio_pairs)
+    num_plans = _num_plans(settings)
     coding = num_plans * HELD_OUT_TOKENS * 4 * columns / rates.gemm
     checking = HELD_OUT_TOKENS * flop_per_token / rates.forward + coding
     stages.append(Stage("held-out error", kept + sequence_bytes + num_plans * columns * _F32, checking))
@@ -152,6 +155,12 @@ def estimate(settings: Calibration) -> Estimate:
         rates=rates,
         stages=tuple(stages),
     )
+
+
+def _num_plans(settings: Calibration) -> int:
+    """At most: one of those that errors give may be as fine as the plan of windows."""
+    by_error = len(settings.target_errors)
+    return by_error + (settings.window_ratio > 0) if by_error else len(settings.ratio_pairs)
 
 
 def describe_estimate(estimate: Estimate) -> list[str]:
@@ -192,7 +201,27 @@ def measure_rates(settings: Calibration) -> Rates:
         eigh=_EIGH_SIZE**3 / _seconds(lambda: torch.linalg.eigh(symmetric), device),
         table=_table_elements(_TABLE_RANK) / _seconds(lambda: error_table(coefficients), device),
         allocator=_TABLE_RANK * _ALLOCATOR_BITS / _seconds(lambda: Allocator(table, _ALLOCATOR_BITS), device),
+        trial=coefficients.size / _seconds(_trial(coefficients), device),
     )
+
+
+def _trial(coefficients: npt.NDArray[np.float32]) -> Callable[[], object]:
+    """Code a sample at a step of the usual size."""
+    variances = np.square(coefficients).mean(axis=0)
+    variances = np.sort(variances)[::-1].copy()
+    no_basis = np.zeros((len(variances), 0), np.float16)
+    fit = SideFit(
+        Side.K,
+        None,
+        np.zeros(len(variances), np.float32),
+        no_basis,
+        variances,
+        1.0,
+        coefficients,
+        float(variances.sum()),
+    )
+    trial = StepTrial.of(fit)
+    return lambda: trial.plan(float(np.sqrt(variances[len(variances) // 4])))
 
 
 def _product(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -292,13 +321,18 @@ def _allocation_cost(
     settings: Calibration, part: ModelGeometry, side: Side, pca_rows: int | None, rates: Rates
 ) -> _Cost:
     features, rank = part.features(side), _rank(settings, part, side, pca_rows)
+    sample = SAMPLE_TOKENS * (features + rank) * _F32
+    if settings.preset == "sensitivity":
+        # The sample in order, what it decodes to, the error in f64, and symbols, packed and coded.
+        trial = SAMPLE_TOKENS * rank * (3 * _F32 + _F64)
+        seconds = SEARCH_STEPS * _num_plans(settings) * SAMPLE_TOKENS * rank / rates.trial
+        return _Cost(sample + features * rank * _F32 + trial, seconds)
     if settings.target_errors:
         bits = budget_bits(features, 1)
     elif settings.shares_bits:
         bits = max(budget_bits(sum(part.features(other) for other in Side), ratio) for ratio, _ in settings.ratio_pairs)
     else:
         bits = max(budget_bits(features, pair[side]) for pair in settings.ratio_pairs)
-    sample = SAMPLE_TOKENS * (features + rank) * _F32
     seconds = _table_elements(rank) / rates.table + rank * bits / rates.allocator
     return _Cost(sample + features * rank * _F32 + rank * bits, seconds)
 

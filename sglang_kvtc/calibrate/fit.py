@@ -1,4 +1,4 @@
-"""From statistics to the basis of one side and the errors of quantising its components."""
+"""From statistics to the basis of one side, and a sample of coefficients to plan by."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_kvtc.artifact.schema import GROUP_SIZES, Group, RangeRule, SideBasis, SidePlan
+from sglang_kvtc.artifact.schema import SideBasis, SidePlan
 from sglang_kvtc.calibrate.pca import ITERATIONS, PrincipalComponents, block_diagonal, exact_pca, randomized_pca
 from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.calibrate.statistics import Covariance, SideStatistics
-from sglang_kvtc.codec.allocate import ErrorTable, error_table, side_plan
 from sglang_kvtc.codec.transform import weigh
 from sglang_kvtc.types import Side
 
@@ -23,7 +22,7 @@ class SideFit:
     """The components of one side, before it is decided which of them are coded with how many bits.
 
     weights, mean, basis, variances, total_variance: as in an artifact, with every fitted component.
-    table: errors of quantising groups of components on the allocation sample, of weighted features.
+    coefficients: f32[num_tokens, rank] of the allocation sample, which no component was fitted to.
     sample_variance: mean squared norm of a centred, weighted row of that sample.
     """
 
@@ -33,7 +32,7 @@ class SideFit:
     basis: npt.NDArray[np.float16]
     variances: npt.NDArray[np.float32]
     total_variance: float
-    table: ErrorTable
+    coefficients: npt.NDArray[np.float32]
     sample_variance: float
 
     @property
@@ -42,12 +41,9 @@ class SideFit:
 
     def lost_shares(self, errors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Shares of the variance that squared errors per token inside the components are, with what lies outside."""
-        outside = max(0.0, self.sample_variance - float(self.table.variances.sum()))
+        inside = float(np.square(self.coefficients, dtype=np.float64).sum()) / len(self.coefficients)
+        outside = max(0.0, self.sample_variance - inside)
         return (errors + outside) / self.sample_variance if self.sample_variance > 0 else np.zeros(errors.shape)
-
-    def plan(self, groups: tuple[Group, ...]) -> SidePlan:
-        """The plan that codes these groups of components."""
-        return side_plan(self.table, groups, self.sample_variance)
 
     def side_basis(self, plans: Sequence[SidePlan]) -> SideBasis:
         """The basis for an artifact: its columns up to the last one that some plan codes."""
@@ -72,14 +68,12 @@ def fit_side(
     progress: Progress,
     group_features: int = 0,
     weights: npt.NDArray[np.float32] | None = None,
-    rule: RangeRule = "minmax",
 ) -> SideFit:
-    """Fit the basis of one side and measure what its components cost. The statistics can be fitted again.
+    """Fit the basis of one side. The statistics can be fitted again.
 
     rank: most components to fit. group_features: features per PCA, 0 for one PCA over all of them (KVTC appendix B.10);
     a last, smaller group gets what remains. weights: SideBasis.weights, by which centred features are multiplied before
-    the PCA and the bit allocation. rule: how the encoder will choose ranges. Raises ConfigError when no tokens were
-    collected.
+    the PCA and the planning. Raises ConfigError when no tokens were collected.
     """
     num_features = statistics.allocation.rows.shape[1]
     blocks = None if weights is None else torch.from_numpy(weights)
@@ -90,11 +84,6 @@ def fit_side(
     centred = statistics.allocation.rows - mean
     if blocks is not None:
         centred = weigh(centred, blocks)
-    coefficients = (centred @ basis.float()).numpy()
-    num_components = basis.shape[1]
-    units = num_components * len(GROUP_SIZES)
-    with progress.stage(f"{side.name}: errors of all groups", units, "components") as advance:
-        table = error_table(coefficients, rule, on_components=advance)
     return SideFit(
         side=side,
         weights=weights,
@@ -103,7 +92,7 @@ def fit_side(
         # Rounding may leave neighbours of almost equal variance out of order.
         variances=np.minimum.accumulate(components.variances.float().numpy()),
         total_variance=components.total_variance,
-        table=table,
+        coefficients=(centred @ basis.float()).numpy(),
         sample_variance=float(centred.double().square().sum(dim=1).mean()),
     )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from sglang_kvtc.artifact.schema import Artifact
+from sglang_kvtc.artifact.schema import Artifact, SideBasis, SidePlan
 from sglang_kvtc.calibrate.plans import ELEMENT_BITS
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import Side
@@ -35,17 +37,27 @@ def plot_spectrum(artifact: Artifact, path: Path) -> None:
 
 
 def plot_allocation(artifact: Artifact, path: Path) -> None:
-    """Bits that each plan gives to each component, of K and of V."""
+    """Bits that each plan gives to each component, of K and of V; in uniform plans what entropy coding should make."""
     figure, axes = _figure()
     for side, axis in zip(Side, axes, strict=True):
         for plan in artifact.plans:
             of_side = plan.side(side)
             stop = max((group.start + group.size for group in of_side.groups), default=0)
-            widths = np.zeros(stop + 1)
-            widths[of_side.columns] = of_side.widths
-            axis.step(np.arange(1, stop + 2), widths, where="post", label=f"{plan.target_ratio:g}x")
+            bits = np.zeros(stop + 1)
+            bits[of_side.columns] = _component_bits(of_side, artifact.basis(side))
+            axis.step(np.arange(1, stop + 2), bits, where="post", label=f"{plan.target_ratio:g}x")
         axis.set(xlabel="component", ylabel="bits", xscale="log", title=f"bits of {side.name}")
     _finish(figure, axes, path)
+
+
+def _component_bits(plan: SidePlan, basis: SideBasis | None) -> npt.NDArray[np.float64]:
+    """Of every kept component: the width, or for a step the entropy of a Gaussian that is cut into such steps."""
+    if basis is None or not plan.step:
+        return plan.widths.astype(np.float64)
+    deviations = np.sqrt(basis.variances[plan.columns].astype(np.float64))
+    spread = math.sqrt(2 * math.pi * math.e) * deviations / plan.step
+    bits: npt.NDArray[np.float64] = np.log2(np.maximum(spread, 1))
+    return bits
 
 
 def plot_held_out(artifact: Artifact, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bit budgets of K and V: fixed ratios, the best split of a total, or the fewest bits within an error.
+"""Grouped plans for K and V: fixed ratios, the best split of a total, or the fewest bits within an error.
 
 A target ratio compares 16-bit bytes of K and V together with the payload and parameter bits of the plan, before entropy
 coding, whatever the shares of K and V are.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_kvtc.artifact.schema import Plan
+from sglang_kvtc.artifact.schema import GROUP_SIZES, Plan, SidePlan
 from sglang_kvtc.bitstream.header import plan_code
 from sglang_kvtc.calibrate.fit import SideFit
 from sglang_kvtc.calibrate.progress import Progress
 from sglang_kvtc.calibrate.settings import LARGEST_RATIO, LOSSLESS
-from sglang_kvtc.codec.allocate import Allocator, optimal_split
+from sglang_kvtc.codec.allocate import Allocator, ErrorTable, error_table, optimal_split, side_plan
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
 
@@ -28,7 +29,7 @@ Fits = Mapping[Side, SideFit]
 
 
 def budget_bits(num_features: int, target_ratio: float) -> int:
-    """Bits per token for the plan of `num_features` features: payload and parameters, before entropy coding."""
+    """Bits per token for the plan of `num_features` features."""
     return int(num_features * ELEMENT_BITS / target_ratio)
 
 
@@ -47,28 +48,25 @@ def plans_at_ratios(
     if not ratios:
         return ()
     budgets = {side: [budget_bits(fits[side].num_features, pair[side]) for pair in ratios] for side in (Side.K, Side.V)}
-    allocators = _solve(fits, {side: max(budgets[side]) for side in Side}, progress)
+    solved = {side: _Solved.up_to(fits[side], max(budgets[side]), progress) for side in Side}
     return tuple(
-        _plan(overall_ratio(geometry, *pair), fits, allocators, k_bits, v_bits)
+        _plan(overall_ratio(geometry, *pair), solved, k_bits, v_bits)
         for pair, k_bits, v_bits in zip(ratios, budgets[Side.K], budgets[Side.V], strict=True)
     )
 
 
-def plans_with_best_split(
-    fits: Fits, ratios: Sequence[float], progress: Progress, weights: tuple[float, float] | None = None
-) -> tuple[Plan, ...]:
-    """One plan per ratio, whose bits are shared by K and V so that their weighted squared errors add up to least.
-
-    weights: of the squared error of K and of V. By default each is relative to the variance of its side, since the
-    two have no common unit; where the weights of the fits give them one, the caller passes equal weights.
+def plans_with_best_split(fits: Fits, ratios: Sequence[float], progress: Progress) -> tuple[Plan, ...]:
+    """One plan per ratio, whose bits are shared by K and V so that their errors, each relative to the variance of its
+    side, add up to least.
     """
-    k_weight, v_weight = weights or (1 / (fits[side].sample_variance or 1.0) for side in Side)
+    k_weight, v_weight = (1 / (fits[side].sample_variance or 1.0) for side in Side)
     totals = [sum(budget_bits(fits[side].num_features, ratio) for side in Side) for ratio in ratios]
-    allocators = _solve(fits, dict.fromkeys(Side, max(totals)), progress)
+    solved = {side: _Solved.up_to(fits[side], max(totals), progress) for side in Side}
     plans = []
     for ratio, total in zip(ratios, totals, strict=True):
-        k_bits = optimal_split(k_weight * allocators[Side.K].errors, v_weight * allocators[Side.V].errors, total)
-        plans.append(_plan(ratio, fits, allocators, k_bits, total - k_bits))
+        k_errors, v_errors = (solved[side].allocator.errors for side in Side)
+        k_bits = optimal_split(k_weight * k_errors, v_weight * v_errors, total)
+        plans.append(_plan(ratio, solved, k_bits, total - k_bits))
     return tuple(plans)
 
 
@@ -79,52 +77,78 @@ def plans_within_errors(fits: Fits, errors: Sequence[float], progress: Progress)
     down to what a frame can name. Raises ConfigError for an error that the fitted components cannot reach or that
     needs hardly any bits.
     """
-    allocators = {side: _solve_for_error(fits[side], min(errors), progress) for side in Side}
+    solved = {side: _Solved.for_error(fits[side], min(errors), progress) for side in Side}
     plans = []
     for error in errors:
-        k_bits, v_bits = (_fewest_bits(fits[side], allocators[side], error) for side in Side)
+        k_bits, v_bits = (solved[side].fewest_bits(error) for side in Side)
         elements = sum(fits[side].num_features for side in Side)
-        ratio = elements * ELEMENT_BITS / (k_bits + v_bits) if k_bits + v_bits else math.inf
-        if not LOSSLESS < ratio <= LARGEST_RATIO:
-            raise ConfigError(
-                f"--target-error {error:g} is kept at ratio {ratio:.4g}: expected one above {LOSSLESS:g} and at most "
-                f"{LARGEST_RATIO:g}, ask for another error"
-            )
-        steps = plan_code(1.0)
-        plans.append(_plan(math.floor(ratio * steps) / steps, fits, allocators, k_bits, v_bits))
+        plans.append(_plan(named_ratio(error, elements, k_bits + v_bits), solved, k_bits, v_bits))
     return tuple(plans)
 
 
-def _plan(ratio: float, fits: Fits, allocators: Mapping[Side, Allocator], k_bits: int, v_bits: int) -> Plan:
-    budgets = {Side.K: k_bits, Side.V: v_bits}
-    k, v = (fits[side].plan(allocators[side].groups(budgets[side])) for side in Side)
-    return Plan(ratio, k, v)
+def named_ratio(error: float, elements: int, bits: float) -> float:
+    """The target ratio of a plan that keeps an error with `bits` per token, rounded down to what a frame can name.
+
+    elements: features of K and V. Raises ConfigError for a ratio that cannot be asked for.
+    """
+    ratio = elements * ELEMENT_BITS / bits if bits else math.inf
+    if not LOSSLESS < ratio <= LARGEST_RATIO:
+        raise ConfigError(
+            f"--target-error {error:g} is kept at ratio {ratio:.4g}: expected one above {LOSSLESS:g} and at most "
+            f"{LARGEST_RATIO:g}, ask for another error"
+        )
+    steps = plan_code(1.0)
+    return math.floor(ratio * steps) / steps
 
 
-def _solve(fits: Fits, max_bits: Mapping[Side, int], progress: Progress) -> dict[Side, Allocator]:
-    return {side: _allocator(fits[side], max_bits[side], progress) for side in Side}
+def unreachable(error: float, fit: SideFit, lost: float, limit: str) -> ConfigError:
+    """What to say of an error that the fitted components cannot reach; limit: with what they were tried."""
+    return ConfigError(
+        f"--target-error {error:g}: even {limit} {fit.side.name} loses {lost:.3g} of its variance on text that the "
+        "basis was not fitted to: ask for more, or raise --rank or --tokens"
+    )
 
 
-def _allocator(fit: SideFit, max_bits: int, progress: Progress) -> Allocator:
-    with progress.stage(f"{fit.side.name}: bit allocation", len(fit.variances), "components") as advance:
-        return Allocator(fit.table, max_bits, advance)
+def group_errors(fit: SideFit, progress: Progress) -> ErrorTable:
+    """Errors of quantising every group of components on the allocation sample."""
+    units = len(fit.variances) * len(GROUP_SIZES)
+    with progress.stage(f"{fit.side.name}: errors of all groups", units, "components") as advance:
+        return error_table(fit.coefficients, on_components=advance)
 
 
-def _solve_for_error(fit: SideFit, error: float, progress: Progress) -> Allocator:
-    """Solve for more and more bits until the error is reached: nobody knows beforehand how many it takes."""
-    ratio = _FIRST_RATIO_TRIED
-    while True:
-        allocator = _allocator(fit, budget_bits(fit.num_features, ratio), progress)
-        lost = float(fit.lost_shares(allocator.errors)[-1])
-        if lost <= error:
-            return allocator
-        if ratio <= LOSSLESS:
-            raise ConfigError(
-                f"--target-error {error:g}: even at ratio {ratio:g} {fit.side.name} loses {lost:.3g} of its variance "
-                "on text that the basis was not fitted to: ask for more, or raise --rank or --tokens"
-            )
-        ratio /= 2
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """The best groups of one side for every number of bits up to some bound."""
+
+    fit: SideFit
+    table: ErrorTable
+    allocator: Allocator
+
+    @classmethod
+    def up_to(cls, fit: SideFit, max_bits: int, progress: Progress, table: ErrorTable | None = None) -> _Solved:
+        table = table or group_errors(fit, progress)
+        with progress.stage(f"{fit.side.name}: bit allocation", len(fit.variances), "components") as advance:
+            return cls(fit, table, Allocator(table, max_bits, advance))
+
+    @classmethod
+    def for_error(cls, fit: SideFit, error: float, progress: Progress) -> _Solved:
+        """Solve for more and more bits until the error is reached: nobody knows beforehand how many it takes."""
+        ratio, table = _FIRST_RATIO_TRIED, group_errors(fit, progress)
+        while True:
+            solved = cls.up_to(fit, budget_bits(fit.num_features, ratio), progress, table)
+            lost = float(fit.lost_shares(solved.allocator.errors)[-1])
+            if lost <= error:
+                return solved
+            if ratio <= LOSSLESS:
+                raise unreachable(error, fit, lost, f"at ratio {ratio:g}")
+            ratio /= 2
+
+    def fewest_bits(self, error: float) -> int:
+        return int(np.argmax(self.fit.lost_shares(self.allocator.errors) <= error))
+
+    def plan(self, bits: int) -> SidePlan:
+        return side_plan(self.table, self.allocator.groups(bits), self.fit.sample_variance)
 
 
-def _fewest_bits(fit: SideFit, allocator: Allocator, error: float) -> int:
-    return int(np.argmax(fit.lost_shares(allocator.errors) <= error))
+def _plan(ratio: float, solved: Mapping[Side, _Solved], k_bits: int, v_bits: int) -> Plan:
+    return Plan(ratio, solved[Side.K].plan(k_bits), solved[Side.V].plan(v_bits))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -98,18 +99,18 @@ def _domains(artifact: Artifact) -> Iterator[str]:
 
 
 def _plan(plan: Plan, geometry: ModelGeometry) -> Iterator[str]:
-    bits = sum(plan.side(side).bits_per_token for side in Side)
+    bits = sum(plan.side(side).planned_bits for side in Side)
     elements = sum(geometry.features(side) for side in Side)
-    yield (
-        f"target ratio {plan.target_ratio:g}: {(bits + 7) // 8:,} bytes per token before entropy coding "
-        f"({16 * elements / bits:.2f}x)"
-        if bits
-        else f"target ratio {plan.target_ratio:g}: nothing is coded"
+    when = "after entropy coding of the sample" if plan.k.step else "before entropy coding"
+    size = (
+        f"{math.ceil(bits / 8):,} bytes per token {when} ({16 * elements / bits:.2f}x)" if bits else "nothing is coded"
     )
+    yield f"target ratio {plan.target_ratio:g}: {size}"
     for side in Side:
         side_plan = plan.side(side)
+        step = f" of step {side_plan.step:.4g}" if side_plan.step else ""
         yield (
-            f"  {side.name}: {len(side_plan.columns):,} components in {len(side_plan.groups)} groups, "
+            f"  {side.name}: {len(side_plan.columns):,} components in {len(side_plan.groups)} groups{step}, "
             f"predicted error {side_plan.predicted_error:.4f} of the variance"
         )
         yield f"     {_groups(side_plan)}"

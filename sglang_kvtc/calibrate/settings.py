@@ -35,7 +35,7 @@ class Calibration:
     """What `sglang-kvtc calibrate` was asked to do.
 
     preset: "paper" minimises the squared error of K and V as KVTC does; "sensitivity" the error that this makes in the
-    model's output, with a quantiser that cuts off rare extremes (codec.quantize, rule "gaussian").
+    model's output, and its plans are uniform instead of grouped (SidePlan).
     data: `builtin`, files and directories. max_length: tokens of a long sequence. dtype: of the forward passes. pca:
     `auto` is exact up to 8192 features. rank: cap on the components that are fitted, 0 for the default.
     layers_per_group: layers that share a PCA, 0 for all of them.

@@ -17,8 +17,11 @@ SENSITIVITY_FILES = (*(f"calibrate/{name}.py" for name in ("causal_lm", "sensiti
 DECIDING_FILES = (
     "artifact/schema.py",
     "artifact/shard.py",
-    *(f"calibrate/{name}.py" for name in ("calibration", "fit", "pca", "plans", "sensitivity", "settings")),
-    *(f"codec/{name}.py" for name in ("allocate", "quantize", "transform")),
+    *(
+        f"calibrate/{name}.py"
+        for name in ("calibration", "fit", "pca", "plans", "sensitivity", "settings", "uniform_plans")
+    ),
+    *(f"codec/{name}.py" for name in ("allocate", "quantize", "transform", "uniform")),
     *COLLECTING_FILES,
 )
 """What an artifact depends on, besides the settings."""

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_kvtc.artifact.schema import GROUP_SIZES, MAX_WIDTH, PARAM_BITS, Group, RangeRule, SidePlan
-from sglang_kvtc.codec.quantize import in_steps, nearest_symbols, range_margin, shift_and_scale
+from sglang_kvtc.artifact.schema import GROUP_SIZES, MAX_WIDTH, PARAM_BITS, Group, SidePlan
+from sglang_kvtc.codec.quantize import in_steps, nearest_symbols, shift_and_scale
 from sglang_kvtc.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -39,12 +39,10 @@ class ErrorTable:
     errors: by group size, f64[MAX_WIDTH, rank - size + 1]: row w - 1, column s is the group of width w that starts at
         component s. Sizes above the rank are absent.
     variances: f64[rank], what a component loses when it is in no group.
-    rule: how ranges were chosen, which a plan made from this table must say.
     """
 
     errors: dict[int, Floats]
     variances: Floats
-    rule: RangeRule = "minmax"
 
     def error(self, groups: tuple[Group, ...]) -> float:
         """Squared error per token of coding these groups and dropping all other components."""
@@ -53,17 +51,12 @@ class ErrorTable:
         return float(self.variances.sum()) - kept + coded
 
 
-def error_table(
-    coefficients: npt.NDArray[np.float32],
-    rule: RangeRule = "minmax",
-    *,
-    on_components: OnUnits = lambda count: None,
-) -> ErrorTable:
+def error_table(coefficients: npt.NDArray[np.float32], *, on_components: OnUnits = lambda count: None) -> ErrorTable:
     """Quantise every possible group on a calibration sample.
 
     coefficients: f32[num_tokens, rank] of held-out tokens; at most SAMPLE_TOKENS of them, evenly spaced, are used.
-    rule: how the encoder will choose ranges. on_components: progress, in components per group size (rank x number of
-    sizes in all). Raises ConfigError for a sample without tokens.
+    on_components: progress, in components per group size (rank x number of sizes in all). Raises ConfigError for a
+    sample without tokens.
     """
     num_tokens, rank = coefficients.shape
     if num_tokens == 0 or rank == 0:
@@ -73,13 +66,13 @@ def error_table(
     errors = {}
     for size in GROUP_SIZES:
         if size <= rank:
-            errors[size] = _errors_of_size(by_component, size, rule, on_components)
+            errors[size] = _errors_of_size(by_component, size, on_components)
         else:
             on_components(rank)
-    return ErrorTable(errors, by_component.double().square().mean(dim=1).numpy(), rule)
+    return ErrorTable(errors, by_component.double().square().mean(dim=1).numpy())
 
 
-def _errors_of_size(by_component: torch.Tensor, size: int, rule: RangeRule, on_components: OnUnits) -> Floats:
+def _errors_of_size(by_component: torch.Tensor, size: int, on_components: OnUnits) -> Floats:
     """Errors f64[MAX_WIDTH, rank - size + 1] of groups of one size. by_component: f32[rank, num_tokens]."""
     rank, num_tokens = by_component.shape
     spacing = max(1, size // _STARTS_PER_SIZE)
@@ -95,7 +88,7 @@ def _errors_of_size(by_component: torch.Tensor, size: int, rule: RangeRule, on_c
             values = torch.stack([tokens[start : start + size] for start in starts[block].tolist()])
             low, high = values.amin(dim=1), values.amax(dim=1)
             for width in range(1, MAX_WIDTH + 1):
-                shift, scale = shift_and_scale(low, high, range_margin(size, width, rule), 2.0**width - 1)
+                shift, scale = shift_and_scale(low, high, 2.0**width - 1)
                 steps = in_steps(values, shift, scale)
                 missed = steps.sub_(nearest_symbols(steps, width).float())
                 # mul: square() is a power and five times slower.
@@ -222,4 +215,4 @@ def side_plan(table: ErrorTable, groups: tuple[Group, ...], total_variance: floa
     """
     outside = max(0.0, total_variance - float(table.variances.sum()))
     error = table.error(groups) + outside
-    return SidePlan(groups, error / total_variance if total_variance > 0 else 0.0, table.rule)
+    return SidePlan(groups, error / total_variance if total_variance > 0 else 0.0)

@@ -55,7 +55,7 @@ class KVCodec:
         self._dtype: torch.dtype = getattr(torch, artifact.geometry.dtype)
         self._artifact_digest = artifact.digest
         self._geometry_digest = geometry_digest(artifact.geometry, artifact.rope)
-        self._planned_bits = 0 if plan is None else plan.k.bits_per_token + plan.v.bits_per_token
+        self._planned_bits = 0 if plan is None else plan.k.planned_bits + plan.v.planned_bits
         # Packing, entropy coding and short torch operations use one core, however many torch may.
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvtc-codec")
         self._plans: NodePlans | None = None
@@ -69,7 +69,7 @@ class KVCodec:
 
     @property
     def planned_bytes_per_token(self) -> float:
-        """Bytes of one coded token by the plan: shifts, scales and symbols before entropy coding, without headers."""
+        """Bytes of one coded token by the plan: parameters and symbols, without headers (SidePlan.planned_bits)."""
         return self._planned_bits / 8 if self._plans else float(self.geometry.bytes_per_token)
 
     def segments(self, start_position: int, num_tokens: int, *, min_coded_tokens: int = 1) -> list[NodeSegment]:

@@ -12,10 +12,8 @@ import torch
 
 from sglang_kvtc.bitstream import bitpack
 from sglang_kvtc.bitstream.frame import Frame, SectionId
-from sglang_kvtc.codec.quantize import dequantize
 from sglang_kvtc.codec.rope import Rotation
 from sglang_kvtc.codec.transform import CODED_SECTIONS, SideCoding
-from sglang_kvtc.errors import BitstreamError
 from sglang_kvtc.types import ModelGeometry, Side, TokenRange
 
 
@@ -161,21 +159,19 @@ def side_coefficients(frame: Frame, side: Side, coding: SideCoding) -> torch.Ten
     Raises BitstreamError.
     """
     params_id, symbols_id = CODED_SECTIONS[side]
-    num_tokens = frame.header.num_tokens
-    params = _tensor(frame, params_id, torch.float16, (2, coding.layout.num_groups, num_tokens))
-    if not bool(torch.isfinite(params).all()):
-        raise BitstreamError(f"{params_id.name} holds a shift or scale that is not finite: no encoder writes that")
-    symbols = torch.from_numpy(bitpack.unpack(frame.section(symbols_id), coding.widths, num_tokens))
+    num_tokens, quantizer = frame.header.num_tokens, coding.quantizer
+    params = quantizer.read_params(_owned(frame, params_id), num_tokens)
+    symbols = torch.from_numpy(bitpack.unpack(frame.section(symbols_id), quantizer.row_widths, num_tokens))
     return token_coefficients(symbols, params, coding)
 
 
 def token_coefficients(symbols: torch.Tensor, params: torch.Tensor, coding: SideCoding) -> torch.Tensor:
     """Dequantised coefficients as SideTransform.reconstruct takes them.
 
-    symbols: u8[num_components, num_tokens]. params: f16[2, num_groups, num_tokens].
+    symbols, params: as the quantiser makes them.
     """
     coefficients = coding.transform.empty_coefficients(symbols.shape[1])
-    dequantize(symbols, params, coding.layout, coefficients[: coding.transform.num_components])
+    coding.quantizer.dequantize(symbols, params, coefficients[: coding.transform.num_components])
     # The product reads a contiguous [num_tokens, num_components] twice as fast as its transpose.
     return coefficients.T.contiguous()
 
@@ -197,18 +193,21 @@ def section_bytes(
     if codings is not None:
         k, v = codings
         sizes |= {
-            SectionId.K_PARAMS: 4 * k.layout.num_groups * num_tokens,
-            SectionId.K_SYMBOLS: bitpack.packed_bytes(k.widths, num_tokens),
-            SectionId.V_PARAMS: 4 * v.layout.num_groups * num_tokens,
-            SectionId.V_SYMBOLS: bitpack.packed_bytes(v.widths, num_tokens),
+            SectionId.K_PARAMS: k.quantizer.param_bytes * num_tokens,
+            SectionId.K_SYMBOLS: bitpack.packed_bytes(k.quantizer.row_widths, num_tokens),
+            SectionId.V_PARAMS: v.quantizer.param_bytes * num_tokens,
+            SectionId.V_SYMBOLS: bitpack.packed_bytes(v.quantizer.row_widths, num_tokens),
         }
     return sizes
 
 
 def _tensor(frame: Frame, section: SectionId, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A section as a tensor of its own memory."""
-    content: npt.NDArray[np.uint8] = frame.section(section)
-    # Byte planes were put together in memory of their own; other sections may be a view of the frame.
-    owned = content.copy() if frame.entries[section].element_bytes == 1 else content
     # By way of numpy's integers of that size: torch cannot reinterpret an empty tensor as wider elements.
-    return torch.from_numpy(owned.view(f"i{dtype.itemsize}")).view(dtype).view(shape)
+    return torch.from_numpy(_owned(frame, section).view(f"i{dtype.itemsize}")).view(dtype).view(shape)
+
+
+def _owned(frame: Frame, section: SectionId) -> npt.NDArray[np.uint8]:
+    """A section in memory of its own. Byte planes were put together in such, others may be a view of the frame."""
+    content: npt.NDArray[np.uint8] = frame.section(section)
+    return content.copy() if frame.entries[section].element_bytes == 1 else content

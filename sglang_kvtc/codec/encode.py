@@ -14,7 +14,6 @@ import torch
 from sglang_kvtc.bitstream import bitpack
 from sglang_kvtc.bitstream.frame import CodedSection, SectionId, code_section
 from sglang_kvtc.bitstream.header import FrameKind
-from sglang_kvtc.codec.quantize import quantize
 from sglang_kvtc.codec.rope import Rotation
 from sglang_kvtc.codec.transform import CODED_SECTIONS, SideCoding
 from sglang_kvtc.config import CodecConfig
@@ -62,19 +61,23 @@ def fp8_sections(chunk: KVChunk) -> Sections | None:
 def coded_sections(
     side: Side, values: torch.Tensor, coding: SideCoding, rotation: Rotation | None, config: CodecConfig
 ) -> Sections | None:
-    """One side's sections of a CODED frame, entropy-coded. None for input that is not finite or too large for f16.
+    """One side's sections of a CODED frame, entropy-coded. None for input that is not finite or too large to code.
 
     values: K or V of a chunk with tokens. rotation: undoes the rope of K; None for V. config: says the entropy coder.
     """
     features = centred_features(values, coding, rotation)
-    if not coding.layout.runs and not bool(torch.isfinite(features).all()):
+    # A number that is not finite spoils every coefficient of its token, where there are any.
+    if not coding.transform.num_components and not bool(torch.isfinite(features).all()):
         return None
-    symbols, params = quantize(coding.transform.project(features), coding.layout)
-    # A number that is not finite spoils every coefficient of its token, so it shows here too.
-    if not bool(torch.isfinite(params).all()):
+    quantized = coding.quantizer.quantize(coding.transform.project(features))
+    if quantized is None:
         return None
-    contents = zip(CODED_SECTIONS[side], (params.numpy(), bitpack.pack(symbols.numpy(), coding.widths)), strict=True)
-    return {section: code_section(section, content, config.coder, config.coder_level) for section, content in contents}
+    symbols, params = quantized
+    contents = (params.numpy(), bitpack.pack(symbols.numpy(), coding.quantizer.row_widths))
+    return {
+        section: code_section(section, content, config.coder, config.coder_level)
+        for section, content in zip(CODED_SECTIONS[side], contents, strict=True)
+    }
 
 
 def centred_features(values: torch.Tensor, coding: SideCoding, rotation: Rotation | None) -> torch.Tensor:

@@ -1,17 +1,11 @@
-"""Per-token uniform quantisation of groups of principal components (KVTC section 3.2).
+"""The quantiser of grouped plans (KVTC section 3.2): groups of principal components with ranges per token.
 
 A group of `size` components and one token share a 16-bit shift and scale, and a component becomes a symbol of `width`
 bits: symbol = round((coefficient - shift) / scale), clipped to 0 .. 2**width - 1; decoding is shift + scale x symbol.
-The rounding rule: shift is rounded down to f16 and scale up, so the levels always span the range [low, high] they were
-made for, and a coefficient in it is off by at most scale / 2.
+The rounding rule: shift is rounded down to f16 and scale up, so the levels always span the smallest and the largest
+coefficient of the group, and a coefficient is off by at most scale / 2.
 
-How the encoder chooses [low, high] is the plan's `range_rule`; the decoder does not depend on it:
-
-- "minmax" (the paper): the smallest and largest coefficient of the group.
-- "gaussian": that interval shrunk about its centre. With few levels the extremes of a bell-shaped source are poor
-  reconstruction points; the factors minimise the squared error of independent Gaussian coefficients.
-
-Non-finite coefficients, and ranges that f16 cannot hold, give a non-finite shift or scale; the caller looks for them.
+Non-finite coefficients, and ranges that f16 cannot hold, give a non-finite shift or scale.
 """
 
 from __future__ import annotations
@@ -20,18 +14,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from sglang_kvtc.artifact.schema import Group, RangeRule
+from sglang_kvtc.artifact.schema import Group, SidePlan
+from sglang_kvtc.errors import BitstreamError
 
-RANGE_FACTORS: dict[int, tuple[float, ...]] = {
-    1: (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
-    16: (0.46, 0.80, 0.96, 0.98, 1.0, 1.0, 1.0, 1.0),
-    64: (0.36, 0.66, 0.86, 0.96, 0.98, 1.0, 1.0, 1.0),
-    256: (0.30, 0.54, 0.74, 0.88, 0.96, 0.98, 1.0, 1.0),
-    1024: (0.26, 0.48, 0.66, 0.80, 0.90, 0.96, 1.0, 1.0),
-}
-"""Share of the interval [min, max] that rule "gaussian" keeps, by group size, for widths 1 to 8."""
 _RUN_ROWS = 256
 """Components quantised together: for a chunk of 512 tokens the passes over them stay in the second-level cache."""
 
@@ -63,35 +52,72 @@ class GroupRun:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLayout:
-    """The groups of a plan, ready for use. Columns f32[num_groups, 1]:
+class GroupedQuantizer:
+    """The groups of a plan, ready for use: a `codec.transform.Quantizer`.
 
-    margins: share of the interval [min, max] that is cut off at each end. top_symbols: 2**width - 1.
+    row_widths: u8[num_components]. top_symbols: f32[num_groups, 1], 2**width - 1.
     """
 
     runs: tuple[GroupRun, ...]
-    margins: torch.Tensor
+    row_widths: npt.NDArray[np.uint8]
     top_symbols: torch.Tensor
 
     @classmethod
-    def from_groups(cls, groups: tuple[Group, ...], rule: RangeRule) -> GroupLayout:
-        """rule: how the encoder chooses ranges; decoding does not use it."""
-        margins = [range_margin(group.size, group.width, rule) for group in groups]
-        top_symbols = [2.0**group.width - 1 for group in groups]
-        return cls(
-            tuple(_runs(groups)),
-            torch.tensor(margins, dtype=torch.float32)[:, None],
-            torch.tensor(top_symbols, dtype=torch.float32)[:, None],
-        )
+    def from_plan(cls, plan: SidePlan) -> GroupedQuantizer:
+        """The quantiser of a grouped plan."""
+        top_symbols = [2.0**group.width - 1 for group in plan.groups]
+        return cls(tuple(_runs(plan.groups)), plan.widths, torch.tensor(top_symbols, dtype=torch.float32)[:, None])
 
     @property
     def num_groups(self) -> int:
-        return len(self.margins)
+        return len(self.top_symbols)
 
+    @property
+    def param_bytes(self) -> int:
+        """Of one token: an f16 shift and scale for each group."""
+        return 4 * self.num_groups
 
-def range_margin(size: int, width: int, rule: RangeRule) -> float:
-    """Share of a group's interval [min, max] that the rule cuts off at each end."""
-    return (1 - RANGE_FACTORS[size][width - 1]) / 2 if rule == "gaussian" and width else 0.0
+    def quantize(self, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Quantise the kept components of a chunk.
+
+        coefficients: f32[num_components, num_tokens]. Returns symbols u8[num_components, num_tokens] and params
+        f16[2, num_groups, num_tokens], shifts, then scales; None where these would not be finite.
+        """
+        num_components, num_tokens = coefficients.shape
+        low, high = torch.empty(2, self.num_groups, num_tokens)
+        for run in self.runs:
+            values = run.split(coefficients)
+            if run.width:
+                torch.amin(values, dim=1, out=low[run.groups])
+                torch.amax(values, dim=1, out=high[run.groups])
+            else:
+                low[run.groups] = high[run.groups] = values.mean(dim=1)
+        shifts, scales = shift_and_scale(low, high, self.top_symbols)
+        params = torch.stack([shifts, scales])
+        # A number that is not finite spoils every coefficient of its token, so it shows here.
+        if not bool(torch.isfinite(params).all()):
+            return None
+        symbols = torch.empty(num_components, num_tokens, dtype=torch.uint8)
+        for run in self.runs:
+            steps = in_steps(run.split(coefficients), shifts[run.groups], scales[run.groups])
+            run.split(symbols).copy_(nearest_symbols(steps, run.width))
+        return symbols, params
+
+    def read_params(self, content: npt.NDArray[np.uint8], num_tokens: int) -> torch.Tensor:
+        """Params of a frame from the bytes of their section. Raises BitstreamError for what no encoder writes."""
+        # By way of numpy: torch cannot reinterpret an empty tensor as wider elements.
+        params = torch.from_numpy(content.view(np.int16)).view(torch.float16).view(2, self.num_groups, num_tokens)
+        if not bool(torch.isfinite(params).all()):
+            raise BitstreamError("a frame holds a shift or scale that is not finite: no encoder writes that")
+        return params
+
+    def dequantize(self, symbols: torch.Tensor, params: torch.Tensor, out: torch.Tensor) -> None:
+        """Inverse of `quantize`, computed in fp32 and rounded to the dtype of `out`."""
+        shifts, scales = params.float()
+        for run in self.runs:
+            levels = run.split(symbols).float()
+            values = torch.addcmul(shifts[run.groups, None], levels, scales[run.groups, None], out=levels)
+            run.split(out).copy_(values)
 
 
 def _runs(groups: tuple[Group, ...]) -> Iterator[GroupRun]:
@@ -107,50 +133,17 @@ def _runs(groups: tuple[Group, ...]) -> Iterator[GroupRun]:
             left -= count
 
 
-def quantize(coefficients: torch.Tensor, layout: GroupLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise the kept components of a chunk.
-
-    coefficients: f32[num_components, num_tokens]. Returns symbols u8[num_components, num_tokens] and params
-    f16[2, num_groups, num_tokens]: shifts, then scales. Params that are not finite make the symbols meaningless.
-    """
-    num_components, num_tokens = coefficients.shape
-    low, high = torch.empty(2, layout.num_groups, num_tokens)
-    for run in layout.runs:
-        values = run.split(coefficients)
-        if run.width:
-            torch.amin(values, dim=1, out=low[run.groups])
-            torch.amax(values, dim=1, out=high[run.groups])
-        else:
-            low[run.groups] = high[run.groups] = values.mean(dim=1)
-    shifts, scales = shift_and_scale(low, high, layout.margins, layout.top_symbols)
-    symbols = torch.empty(num_components, num_tokens, dtype=torch.uint8)
-    for run in layout.runs:
-        steps = in_steps(run.split(coefficients), shifts[run.groups], scales[run.groups])
-        run.split(symbols).copy_(nearest_symbols(steps, run.width))
-    return symbols, torch.stack([shifts, scales])
-
-
-def dequantize(symbols: torch.Tensor, params: torch.Tensor, layout: GroupLayout, out: torch.Tensor) -> None:
-    """Inverse of `quantize`, computed in fp32 and rounded to the dtype of `out`: float[num_components, num_tokens]."""
-    shifts, scales = params.float()
-    for run in layout.runs:
-        levels = run.split(symbols).float()
-        values = torch.addcmul(shifts[run.groups, None], levels, scales[run.groups, None], out=levels)
-        run.split(out).copy_(values)
-
-
 def shift_and_scale(
-    low: torch.Tensor, high: torch.Tensor, margin: torch.Tensor | float, top_symbol: torch.Tensor | float
+    low: torch.Tensor, high: torch.Tensor, top_symbol: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shift and scale f16[num_groups, num_tokens] of groups whose coefficients lie between `low` and `high`.
 
-    low, high: f32[num_groups, num_tokens]. margin, top_symbol: see GroupLayout; numbers where all groups are alike.
+    low, high: f32[num_groups, num_tokens]. top_symbol: f32[num_groups, 1], or a number where all groups are alike.
     """
-    cut = (high - low) * margin
-    shift = _round_down(low + cut)
+    shift = _round_down(low)
     # A group of width 0 has its mean as the shift and no use for a scale.
     steps = torch.as_tensor(top_symbol).clamp(min=1)
-    return shift, _round_up((high - cut - shift.float()) / steps)
+    return shift, _round_up((high - shift.float()) / steps)
 
 
 def in_steps(values: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

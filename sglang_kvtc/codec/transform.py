@@ -11,6 +11,7 @@ in fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +19,15 @@ import torch
 
 from sglang_kvtc.artifact.schema import SideBasis, SidePlan
 from sglang_kvtc.bitstream.frame import SectionId
-from sglang_kvtc.codec.quantize import GroupLayout
+from sglang_kvtc.codec.quantize import GroupedQuantizer
+from sglang_kvtc.codec.uniform import UniformQuantizer
 from sglang_kvtc.types import Side
 
 CODED_SECTIONS = {
     Side.K: (SectionId.K_PARAMS, SectionId.K_SYMBOLS),
     Side.V: (SectionId.V_PARAMS, SectionId.V_SYMBOLS),
 }
-"""Where a CODED frame holds the shifts and scales, and where the symbols, of a side."""
+"""Where a CODED frame holds the parameters of the quantiser, and where the symbols, of a side."""
 _TILE_ELEMENTS = 1 << 18
 """f32 elements of features converted at a time, so that the passes over them find them in the cache."""
 
@@ -102,25 +104,47 @@ class SideTransform:
         return features.view(len(coefficients), len(layers), self._layer_features)
 
 
+class Quantizer(Protocol):
+    """From coefficients to rows of symbols and back, for the kept components of one side."""
+
+    @property
+    def row_widths(self) -> npt.NDArray[np.uint8]:
+        """Bits of a symbol in each row: u8[num_rows]."""
+        ...
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the parameters of one token."""
+        ...
+
+    def quantize(self, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """f32[num_components, num_tokens] to symbols u8[num_rows, num_tokens] and parameters, in the order and element
+        size of their section. None for coefficients that cannot be represented, non-finite ones among them.
+        """
+        ...
+
+    def read_params(self, content: npt.NDArray[np.uint8], num_tokens: int) -> torch.Tensor:
+        """The parameters of a frame from the bytes of their section. Raises BitstreamError."""
+        ...
+
+    def dequantize(self, symbols: torch.Tensor, params: torch.Tensor, out: torch.Tensor) -> None:
+        """Inverse of `quantize`; out: float[num_components, num_tokens], written."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SideCoding:
-    """Everything about one side that encoder and decoder share.
-
-    widths: u8[num_components], bits of each kept component.
-    """
+    """Everything about one side that encoder and decoder share."""
 
     transform: SideTransform
-    layout: GroupLayout
-    widths: npt.NDArray[np.uint8]
+    quantizer: Quantizer
 
     @classmethod
     def from_plan(cls, basis: SideBasis, plan: SidePlan, num_layers: int, dtype: torch.dtype) -> SideCoding:
         """dtype: of the projections."""
-        return cls(
-            transform=SideTransform(basis, plan, num_layers, dtype),
-            layout=GroupLayout.from_groups(plan.groups, plan.range_rule),
-            widths=plan.widths,
-        )
+        quantizer: Quantizer
+        quantizer = UniformQuantizer.from_plan(plan, basis.variances) if plan.step else GroupedQuantizer.from_plan(plan)
+        return cls(SideTransform(basis, plan, num_layers, dtype), quantizer)
 
 
 def weigh(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import pickle  # noqa: TID251 - to show that it is refused
 import re
@@ -58,6 +59,10 @@ def with_groups(*groups: Group) -> Artifact:
     return artifact((dataclasses.replace(PLAN, k=SidePlan(groups, 0.0)),))
 
 
+def with_uniform_groups(*groups: Group) -> Artifact:
+    return artifact((dataclasses.replace(PLAN, k=SidePlan(groups, 0.0, step=0.5, stored_bits=20.5)),))
+
+
 def rewrite(file: Path, **changes: str) -> None:
     """Write an artifact file again with other metadata."""
     with safe_open(file, framework="numpy") as opened:
@@ -66,7 +71,11 @@ def rewrite(file: Path, **changes: str) -> None:
     save_file(tensors, file, {key: text for key, text in metadata.items() if text})
 
 
-@pytest.mark.parametrize("made", [artifact(), lossless_artifact(), artifact(())], ids=["bases", "lossless", "no plans"])
+@pytest.mark.parametrize(
+    "made",
+    [artifact(), lossless_artifact(), artifact(()), with_uniform_groups(Group(0, 3, 12), Group(3, 7, 4))],
+    ids=["bases", "lossless", "no plans", "uniform"],
+)
 def test_an_artifact_comes_back_as_it_was_saved(made: Artifact, tmp_path: Path) -> None:
     saved = save_artifact(made, tmp_path / "artifact")
     assert len(saved.digest) == 16
@@ -214,8 +223,8 @@ def test_a_safetensors_file_that_is_no_artifact_is_refused(tmp_path: Path) -> No
 
 def test_another_schema_version_is_refused_by_number(tmp_path: Path) -> None:
     save_artifact(artifact(), tmp_path)
-    rewrite(tmp_path / FILE_NAME, schema_version="1")
-    with pytest.raises(ArtifactError, match="has schema version 1, this version reads 2"):
+    rewrite(tmp_path / FILE_NAME, schema_version="2")
+    with pytest.raises(ArtifactError, match="has schema version 2, this version reads 3"):
         load_artifact(tmp_path)
 
 
@@ -238,7 +247,7 @@ def test_changed_metadata_are_found_by_the_digest(tmp_path: Path) -> None:
 def test_tensors_of_other_names_and_dtypes_are_refused_by_name(
     tensors: dict[str, npt.NDArray[Any]], message: str, tmp_path: Path
 ) -> None:
-    metadata = {"schema_version": "2", "description": "{}", "digest": "00"}
+    metadata = {"schema_version": "3", "description": "{}", "digest": "00"}
     save_file(tensors, tmp_path / FILE_NAME, metadata)
     with pytest.raises(ArtifactError, match=message):
         load_artifact(tmp_path)
@@ -333,7 +342,18 @@ def test_a_sec_01_shapes_that_do_not_fit_the_geometry_are_refused_by_name(
         (with_groups(Group(0, 16, 3), Group(15, 1, 3)), r"plans[0].k.groups[1].start"),
         (with_groups(Group(4, 1, 3), Group(0, 1, 3)), r"plans[0].k.groups[1].start"),
         (artifact((dataclasses.replace(PLAN, k=SidePlan((), float("nan"))),)), r"plans[0].k.predicted_error"),
-        (artifact((dataclasses.replace(PLAN, v=SidePlan((), 0.0, "other")),)), "plans[0].v.range_rule"),
+        (artifact((dataclasses.replace(PLAN, v=SidePlan((), 0.0, -0.5)),)), "plans[0].v.step"),
+        (artifact((dataclasses.replace(PLAN, v=SidePlan((), 0.0, math.inf)),)), "plans[0].v.step"),
+        (
+            artifact((dataclasses.replace(PLAN, v=SidePlan((), 0.0, 1e-30)),)),
+            "plans[0].v.step is 1e-30: expected 0, or",
+        ),
+        (artifact((dataclasses.replace(PLAN, v=SidePlan((), 0.0, 1.0, math.nan)),)), "plans[0].v.stored_bits"),
+        (with_uniform_groups(Group(0, 0, 8)), r"plans[0].k.groups[0].size is 0: expected 1 or more"),
+        (with_uniform_groups(Group(0, 5, 1)), r"plans[0].k.groups[0].width is 1: expected 2 to 16"),
+        (with_uniform_groups(Group(0, 5, 17)), r"plans[0].k.groups[0].width"),
+        (with_uniform_groups(Group(0, 5, 12), Group(4, 3, 8)), r"plans[0].k.groups[1].start"),
+        (with_uniform_groups(Group(0, 21, 8)), r"plans[0].k.groups[0] is [0, 21)"),
         (artifact((PLAN, dataclasses.replace(PLAN, target_ratio=0.0))), r"plans[1].target_ratio"),
         (artifact((dataclasses.replace(PLAN, target_ratio=float("nan")),)), r"plans[0].target_ratio"),
         (artifact((PLAN, PLAN)), r"plans[1].target_ratio"),

@@ -201,7 +201,7 @@ def unpack(packed: bytes, widths: npt.NDArray[np.uint8], num_tokens: int) -> npt
 def coefficients(
     frame: PlainFrame, side: str, widths: npt.NDArray[np.uint8], group_of_component: Sequence[int]
 ) -> Floats:
-    """Section 4.1 of a CODED frame: float[num_components, num_tokens]. side: "K" or "V"."""
+    """Section 4.1, a CODED frame of a grouped plan: float[num_components, num_tokens]. side: "K" or "V"."""
     params = frame.sections[f"{side}_PARAMS"]
     halves = np.array(struct.unpack(f"<{len(params) // 2}e", params)).reshape(2, -1, frame.num_tokens)
     demand(bool(np.isfinite(halves).all()), "BitstreamError", "a shift or scale is not finite")
@@ -215,6 +215,32 @@ def coefficients(
             for component, group in enumerate(group_of_component)
         ]
     )
+
+
+def uniform_coefficients(frame: PlainFrame, side: str, groups: Sequence[tuple[int, int]], step: float) -> Floats:
+    """Section 4.1, a CODED frame of a uniform plan: float[num_components, num_tokens].
+
+    side: "K" or "V". groups: number of components and width, in the order of the plan.
+    """
+    steps = []
+    for code in frame.sections[f"{side}_PARAMS"]:
+        exact = step * 2.0 ** ((code - 128) / 4)
+        last_place = 2.0 ** (math.floor(math.log2(exact)) - 7)
+        steps.append(round(exact / last_place) * last_place)
+    row_widths: list[int] = []
+    for size, width in groups:
+        row_widths += [min(width, 8)] * size + ([width - 8] * size if width > 8 else [])
+    rows = unpack(frame.sections[f"{side}_SYMBOLS"], np.array(row_widths, np.uint8), frame.num_tokens).astype(int)
+    found = []
+    for size, width in groups:
+        for component in range(size):
+            symbols = rows[component]
+            if width > 8:
+                symbols = symbols * 2 ** (width - 8) + rows[size + component]
+            levels = symbols - 2 ** (width - 1)
+            found.append([int(level) * of_token for level, of_token in zip(levels, steps, strict=True)])
+        rows = rows[2 * size if width > 8 else size :]
+    return np.array(found)
 
 
 def raw_values(frame: PlainFrame, side: str, dtype: str, shape: tuple[int, int, int, int]) -> Floats:

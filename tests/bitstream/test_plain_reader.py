@@ -11,7 +11,17 @@ import pytest
 import torch
 from bitstream import plain_reader
 from bitstream.sample_frames import CODERS
-from codec.toy_model import GEOMETRY, GROUPS, make_artifact, make_chunk, restore, rope_of
+from codec.toy_model import (
+    GEOMETRY,
+    GROUPS,
+    STEP,
+    UNIFORM_GROUPS,
+    make_artifact,
+    make_chunk,
+    make_uniform_artifact,
+    restore,
+    rope_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +65,23 @@ def test_coefficients_are_shift_plus_scale_times_symbol(coder: str) -> None:
         exact = plain_reader.coefficients(plain_reader.read(frame), side.name, WIDTHS, GROUP_OF_COMPONENT)
         # Scale times symbol is exact in fp32 (11 + 8 bits), so that the sum is rounded once.
         np.testing.assert_array_equal(found.numpy().T[: len(exact)], exact.astype(np.float32))
+
+
+@by_coder
+def test_coefficients_of_uniform_plans_are_levels_times_the_step_of_the_token(coder: str) -> None:
+    artifact = make_uniform_artifact()
+    codec = KVCodec(artifact, CodecConfig(coder=coder, compute_dtype="float32"))
+    encoded = codec.encode(make_chunk(artifact, TOKENS, POSITION), FrameKind.CODED)
+    assert encoded.kind is FrameKind.CODED
+    groups = [(group.size, group.width) for group in UNIFORM_GROUPS]
+    for side in Side:
+        coding = SideCoding.from_plan(
+            artifact.basis(side), artifact.plans[0].side(side), GEOMETRY.num_layers, torch.float32
+        )
+        found = side_coefficients(open_frame(encoded.frame), side, coding)
+        exact = plain_reader.uniform_coefficients(plain_reader.read(encoded.frame), side.name, groups, STEP)
+        assert len(set(plain_reader.read(encoded.frame).sections[f"{side.name}_PARAMS"])) > 1
+        np.testing.assert_array_equal(found.numpy().T[: len(exact)], exact)
 
 
 @by_coder

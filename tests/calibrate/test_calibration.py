@@ -59,16 +59,16 @@ def test_paper_preset_leaves_the_features_unweighted(artifact: Artifact) -> None
         assert basis.weights is None
 
 
-def test_default_preset_weighs_features_shares_bits_and_cuts_off_extremes(tiny_llama: Path) -> None:
+def test_default_preset_weighs_features_and_has_uniform_plans_of_one_step(tiny_llama: Path) -> None:
     artifact = calibrate(settings(tiny_llama, preset=Calibration(tiny_llama).preset), SilentProgress())
     assert artifact.provenance["preset"] == "sensitivity"
     assert "Fisher information on 20 sequences" in artifact.provenance["sensitivity"]
     geometry = artifact.geometry
     for plan in artifact.plans:
-        bits = sum(plan.side(side).bits_per_token for side in Side)
+        bits = sum(plan.side(side).planned_bits for side in Side)
         total = sum(budget_bits(geometry.features(side), plan.target_ratio) for side in Side)
-        assert 0.9 * total < bits <= total
-        assert plan.k.range_rule == plan.v.range_rule == "gaussian"
+        assert 0.99 * total < bits <= total
+        assert plan.k.step == plan.v.step > 0
     for side in Side:
         basis = artifact.basis(side)
         assert basis is not None and basis.weights is not None

@@ -1,5 +1,6 @@
 """`sglang-kvtc calibrate` and `inspect`, as a user types them."""
 
+import math
 import re
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_progress_outside_a_terminal_is_plain_lines_with_units(
 ) -> None:
     assert main([*calibrate_command(tiny_llama, tmp_path), "--ratio", "4"]) == 0
     error = capsys.readouterr().err
-    for stage in ("forward passes: 2,000 tokens", "K: eigendecomposition: 1 matrices", "V: bit allocation: "):
+    for stage in ("forward passes: 2,000 tokens", "K: eigendecomposition: 1 matrices", "K and V: step: 16 trials"):
         assert any(line.startswith(stage) for line in error.split("\n")), stage
     assert "\r" not in error
 
@@ -65,11 +66,13 @@ def test_inspect_shows_geometry_rope_provenance_and_every_plan(
     ):
         assert expected in text
     for plan in artifact.plans:
-        bits = plan.k.bits_per_token + plan.v.bits_per_token
-        assert f"target ratio {plan.target_ratio:g}: {-(-bits // 8):,} bytes per token before entropy coding" in text
+        size = math.ceil((plan.k.planned_bits + plan.v.planned_bits) / 8)
+        assert (
+            f"target ratio {plan.target_ratio:g}: {size:,} bytes per token after entropy coding of the sample" in text
+        )
         for name, side in (("K", plan.k), ("V", plan.v)):
             assert f"{name}: {len(side.columns):,} components in {len(side.groups)} groups" in text
-            counts = [int(count) for count in re.findall(r"(\d+) x \d+ at \d bits", text)]
+            counts = [int(count) for count in re.findall(r"(\d+) x \d+ at \d+ bits", text)]
             assert len(side.groups) <= sum(counts)
 
 

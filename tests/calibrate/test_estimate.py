@@ -22,7 +22,7 @@ from sglang_kvtc.codec.allocate import Allocator
 from sglang_kvtc.errors import ConfigError
 from sglang_kvtc.types import ModelGeometry, Side
 
-RATES = Rates(forward=1e12, gemm=1e11, eigh=1e10, table=1e7, allocator=1e8)
+RATES = Rates(forward=1e12, gemm=1e11, eigh=1e10, table=1e7, allocator=1e8, trial=1e7)
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -88,9 +88,7 @@ def test_planned_artifact_is_that_of_a_plan_that_codes_every_component(tiny_llam
 
 def test_planned_allocator_is_the_table_of_choices_that_is_allocated(llama_8b: Path, tiny_llama: Path) -> None:
     tiny, large = (
-        stage_bytes(
-            estimate(Calibration(tiny_llama, preset="paper", ratios=(ratio,), window_ratio=0)), "K: bit allocation"
-        )
+        stage_bytes(estimate(Calibration(tiny_llama, preset="paper", ratios=(ratio,), window_ratio=0)), "K: plans")
         for ratio in (16.0, 4.0)
     )
     # 128 components of 128 features: four times the budget of 128 bits.
@@ -140,11 +138,21 @@ def test_shards_and_groups_make_the_pca_smaller(llama_8b: Path) -> None:
 def test_time_grows_with_tokens_and_plans(llama_8b: Path) -> None:
     paper = Calibration(llama_8b, preset="paper")
     base = estimate(paper).seconds
-    assert estimate(dataclasses.replace(paper, preset="sensitivity", split="fixed")).seconds > base
     assert estimate(dataclasses.replace(paper, num_tokens=320_000)).seconds > base
     assert estimate(dataclasses.replace(paper, ratios=(16.0, 32.0))).seconds > base
     assert estimate(dataclasses.replace(paper, split="optimal")).seconds > base
     assert estimate(dataclasses.replace(paper, target_errors=(0.1,))).seconds > base
+    default = estimate(Calibration(llama_8b))
+    assert "sensitivity" in {stage.name for stage in default.stages}
+    more_plans = estimate(Calibration(llama_8b, ratios=(16.0, 32.0, 64.0)))
+    assert seconds_of(more_plans, "K: plans") == pytest.approx(2 * seconds_of(default, "K: plans"))
+    # 16 trials for each of 2 plans, on 256 tokens.
+    assert seconds_of(default, "K: plans") == pytest.approx(16 * 2 * 256 * 10_000 / RATES.trial)
+
+
+def seconds_of(planned: Estimate, name: str) -> float:
+    (found,) = (stage.seconds for stage in planned.stages if stage.name == name)
+    return found
 
 
 def test_rates_are_measured() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from calibrate.side_rows import GEOMETRY, fitted, rows_of, statistics_of
 
-from sglang_kvtc.artifact.schema import Group, SideBasis
+from sglang_kvtc.artifact.schema import Group, SideBasis, SidePlan
 from sglang_kvtc.calibrate.fit import SideFit
-from sglang_kvtc.codec.allocate import allocate
+from sglang_kvtc.codec.allocate import allocate, error_table, side_plan
 from sglang_kvtc.codec.transform import SideTransform
 from sglang_kvtc.types import Side
 
@@ -71,13 +71,18 @@ def test_weights_are_fitted_as_if_the_centred_rows_had_been_multiplied_by_them(
     sample = weighted(rows[:200] - torch.from_numpy(found.mean))
     assert found.sample_variance == pytest.approx(float(sample.square().sum(dim=1).mean()), rel=NUM_FEATURES * 2**-24)
     # All components are there, and a basis in fp16 keeps norms to half a unit in the last place.
-    assert float(found.table.variances.sum()) == pytest.approx(found.sample_variance, rel=2**-10)
+    inside = np.square(found.coefficients, dtype=np.float64).sum(axis=1).mean()
+    assert inside == pytest.approx(found.sample_variance, rel=2**-10)
+
+
+def best_plan(fit: SideFit, budget: int) -> SidePlan:
+    table = error_table(fit.coefficients)
+    return side_plan(table, allocate(table, budget), fit.sample_variance)
 
 
 def lost(rows: torch.Tensor, basis: SideBasis, fit: SideFit, budget: int) -> torch.Tensor:
     """Mean squared error of each feature when the kept components are not quantised."""
-    plan = fit.plan(allocate(fit.table, budget))
-    transform = SideTransform(basis, plan, GEOMETRY.num_layers, torch.float32)
+    transform = SideTransform(basis, best_plan(fit, budget), GEOMETRY.num_layers, torch.float32)
     features = transform.empty_features(len(rows))
     transform.centre(range(4), rows.view(len(rows), 4, 2, 16).transpose(0, 1).clone(), features)
     coefficients = transform.empty_coefficients(len(rows))
@@ -94,7 +99,7 @@ def test_layers_of_larger_weight_lose_less_and_decoding_undoes_the_weights() -> 
     budget = 4 * NUM_FEATURES
     errors = []
     for fit in (fitted(statistics), fitted(statistics, weights=weights)):
-        basis = fit.side_basis([fit.plan(allocate(fit.table, budget))])
+        basis = fit.side_basis([best_plan(fit, budget)])
         errors.append(lost(rows[:200], basis, fit, budget).view(2, -1).sum(dim=1))
     plain, under = errors
     assert under[0] < plain[0]
@@ -121,10 +126,7 @@ def test_groups_of_layers_have_bases_of_their_own_in_one_of_the_same_shape(layer
     # Fewer layers share less: the first components hold less of the variance (KVTC appendix B.10).
     assert found.variances[:20].sum() < plain.variances[:20].sum()
     budget = 2 * NUM_FEATURES
-    assert (
-        found.plan(allocate(found.table, budget)).predicted_error
-        > plain.plan(allocate(plain.table, budget)).predicted_error
-    )
+    assert best_plan(found, budget).predicted_error > best_plan(plain, budget).predicted_error
 
 
 @pytest.mark.parametrize("pca_rows", [None, 700], ids=["exact", "randomized"])
@@ -141,8 +143,8 @@ def test_the_rank_caps_all_groups_together() -> None:
 
 def test_a_basis_ends_at_the_last_component_that_a_plan_codes() -> None:
     fit = fitted(statistics_of(rows_of(Side.K)))
-    plans = [fit.plan((Group(0, 16, 3),)), fit.plan((Group(2, 16, 2), Group(20, 1, 4)))]
+    plans = [SidePlan((Group(0, 16, 3),), 0.1), SidePlan((Group(2, 16, 2), Group(20, 1, 4)), 0.1)]
     basis = fit.side_basis(plans)
     np.testing.assert_array_equal(basis.basis, fit.basis[:, :21])
     np.testing.assert_array_equal(basis.variances, fit.variances[:21])
-    assert fit.side_basis([fit.plan(())]).basis.shape == (NUM_FEATURES, 1)
+    assert fit.side_basis([SidePlan((), 1.0)]).basis.shape == (NUM_FEATURES, 1)

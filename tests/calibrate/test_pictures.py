@@ -14,7 +14,7 @@ from artifact.toy_artifact import PLAN, artifact, lossless_artifact
 from matplotlib.figure import Figure
 
 from sglang_kvtc.artifact.io import save_artifact
-from sglang_kvtc.artifact.schema import Artifact
+from sglang_kvtc.artifact.schema import Artifact, Group, SidePlan
 from sglang_kvtc.calibrate.pictures import (
     plot_allocation,
     plot_held_out,
@@ -82,6 +82,25 @@ def test_the_allocation_shows_the_width_of_every_component(figures: list[Figure]
     plot_allocation(checked_artifact(), tmp_path / "bits.png")
     assert points(figures[0], 0)["16x"] == (list(range(1, 19)), [6, *[3] * 16, 0])
     assert points(figures[0], 1)["32x"] == (list(range(1, 18)), [*[2] * 16, 0])
+
+
+def test_the_allocation_of_a_uniform_plan_shows_the_entropy_of_every_component(
+    figures: list[Figure], tmp_path: Path
+) -> None:
+    plan = dataclasses.replace(PLAN, k=SidePlan((Group(0, 2, 8), Group(2, 3, 4)), 0.1, step=0.01, stored_bits=1.0))
+    made = artifact((plan,))
+    plot_allocation(made, tmp_path / "bits.png")
+    numbers, bits = points(figures[0], 0)["16x"]
+    assert numbers == list(range(1, 7))
+    assert made.k is not None
+    levels = np.sqrt(made.k.variances[:5]) / 0.01
+    # The entropy of a Gaussian of that many steps, summed over its levels.
+    for found, deviation in zip(bits, levels, strict=False):
+        level = np.arange(-5000, 5001)
+        share = np.exp(-np.square(level / deviation) / 2)
+        share = (share / share.sum())[share > 1e-300]
+        assert found == pytest.approx(-(share * np.log2(share)).sum(), rel=1e-3)
+    assert bits[5] == 0
 
 
 def test_held_out_errors_are_drawn_by_layer(figures: list[Figure], tmp_path: Path) -> None:

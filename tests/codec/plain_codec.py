@@ -10,9 +10,9 @@ import math
 import numpy as np
 import torch
 
-from sglang_kvtc.artifact.schema import Artifact, Group, RopeSpec, SideBasis
+from sglang_kvtc.artifact.schema import Artifact, Group, RopeSpec, SideBasis, SidePlan
 from sglang_kvtc.bitstream import bitpack
-from sglang_kvtc.bitstream.frame import SectionId, open_frame
+from sglang_kvtc.bitstream.frame import Frame, SectionId, open_frame
 from sglang_kvtc.types import Side
 
 SECTIONS = {
@@ -59,12 +59,17 @@ class PlainCodec:
         return torch.block_diag(*(blocks.inverse() if inverse else blocks)).to(self.dtype)
 
     def round_trip(self, side: Side, values: torch.Tensor, start_position: int) -> torch.Tensor:
-        """Encode and decode, with min/max ranges."""
+        """Encode and decode."""
         coefficients = self.coefficients(side, values, start_position).double()
         decoded = torch.empty_like(coefficients)
+        plan, deviations = self.artifact.plans[0].side(side), np.sqrt(self._basis(side).variances.astype(float))
         for token in range(len(coefficients)):
             row = 0
-            for group in self.artifact.plans[0].side(side).groups:
+            if plan.step:
+                kept = torch.from_numpy(deviations[plan.columns])
+                decoded[token] = levels_and_back(coefficients[token], plan, kept)[1]
+                continue
+            for group in plan.groups:
                 rows = slice(row, row + group.size)
                 decoded[token, rows] = quantize_and_back(coefficients[token, rows], group)
                 row += group.size
@@ -76,6 +81,8 @@ class PlainCodec:
         plan = self.artifact.plans[0].side(side)
         params_id, symbols_id = SECTIONS[side]
         num_tokens = opened.header.num_tokens
+        if plan.step:
+            return self._uniform_coefficients(opened, side)
         params = opened.section(params_id).view(np.float16).reshape(2, len(plan.groups), num_tokens)
         symbols = bitpack.unpack(opened.section(symbols_id), plan.widths, num_tokens)
         rows = []
@@ -83,6 +90,23 @@ class PlainCodec:
             for _ in range(group.size):
                 rows.append(params[0, index].astype(float) + params[1, index].astype(float) * symbols[len(rows)])
         return torch.from_numpy(np.stack(rows, axis=1))
+
+    def _uniform_coefficients(self, opened: Frame, side: Side) -> torch.Tensor:
+        plan = self.artifact.plans[0].side(side)
+        params_id, symbols_id = SECTIONS[side]
+        steps = [token_step(plan.step, int(code)) for code in opened.section(params_id)]
+        packed, num_tokens = opened.section(symbols_id), opened.header.num_tokens
+        rows: list[np.ndarray] = []
+        for group in plan.groups:
+            upper, lower = min(group.width, 8), max(0, group.width - 8)
+            parts = []
+            for width in (upper, lower):
+                size = group.size * (width * num_tokens + 7 >> 3)
+                part, packed = packed[:size], packed[size:]
+                parts.append(bitpack.unpack(part, np.full(group.size, width, np.uint8), num_tokens).astype(float))
+            rows.extend(parts[0] * 2**lower + parts[1] - 2 ** (group.width - 1))
+        assert not len(packed)
+        return torch.from_numpy(np.stack(rows, axis=1) * np.array(steps)[:, None])
 
     def _basis(self, side: Side) -> SideBasis:
         basis = self.artifact.basis(side)
@@ -113,6 +137,26 @@ def rotate(keys: torch.Tensor, start_position: int, rope: RopeSpec, inverse: boo
         rotated[..., first] = keys[..., first] * cos - keys[..., second] * sin
         rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
     return rotated
+
+
+def token_step(step: float, code: int) -> float:
+    """With 8 significant bits, the nearest."""
+    exact = step * 2.0 ** ((code - 128) / 4)
+    unit = 2.0 ** (math.floor(math.log2(exact)) - 7)
+    return round(exact / unit) * unit
+
+
+def levels_and_back(values: torch.Tensor, plan: SidePlan, deviations: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """One token of a uniform plan: the code of its scale, and f64[kept components] as it decodes."""
+    energy = sum(
+        (value / deviation) ** 2 for value, deviation in zip(values.tolist(), deviations.tolist(), strict=True)
+    )
+    needed = math.sqrt(energy / len(values)) * token_step(plan.step, 128)
+    for value, width in zip(values.tolist(), plan.widths.tolist(), strict=True):
+        needed = max(needed, abs(value) / (2 ** (width - 1) - 1))
+    code = next(code for code in range(256) if token_step(plan.step, code) >= needed)
+    step = token_step(plan.step, code)
+    return code, torch.tensor([math.floor(value / step + 0.5) * step for value in values.tolist()], dtype=torch.float64)
 
 
 def quantize_and_back(values: torch.Tensor, group: Group) -> torch.Tensor:

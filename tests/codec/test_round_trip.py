@@ -2,19 +2,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from codec.plain_codec import PlainCodec
-from codec.toy_model import GEOMETRY, Pair, make_artifact, make_chunk, restore, rms, rope_of, round_trip
+from codec.toy_model import (
+    GEOMETRY,
+    STEP,
+    Pair,
+    make_artifact,
+    make_chunk,
+    make_uniform_artifact,
+    restore,
+    rms,
+    rope_of,
+    round_trip,
+)
 
-from sglang_kvtc.artifact.schema import Artifact, Group
+from sglang_kvtc.artifact.schema import Artifact
 from sglang_kvtc.bitstream.frame import open_frame
 from sglang_kvtc.bitstream.header import FrameKind
 from sglang_kvtc.codec.codec import KVCodec
 from sglang_kvtc.config import CodecConfig
 from sglang_kvtc.types import KVChunk, ModelGeometry, Side
 
+MakeArtifact = Callable[[ModelGeometry], Artifact]
+PLANS = pytest.mark.parametrize("make", [make_artifact, make_uniform_artifact], ids=["grouped", "uniform"])
 KINDS = pytest.mark.parametrize("kind", list(FrameKind), ids=lambda kind: kind.name)
 
 
@@ -32,9 +46,11 @@ def assert_as_good_as_plain(artifact: Artifact, chunk: KVChunk, found: Pair) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("computed_in", ["bfloat16", "float32"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_decoding_is_as_exact_as_the_plain_path_allows(dtype: str, computed_in: str, weighted: bool) -> None:
-    artifact = make_artifact(dataclasses.replace(GEOMETRY, dtype=dtype), weighted=weighted)
+@pytest.mark.parametrize("plan", ["grouped", "grouped, weighted", "uniform"])
+def test_decoding_is_as_exact_as_the_plain_path_allows(dtype: str, computed_in: str, plan: str) -> None:
+    geometry = dataclasses.replace(GEOMETRY, dtype=dtype)
+    uniform = make_uniform_artifact(geometry)
+    artifact = uniform if plan == "uniform" else make_artifact(geometry, weighted="weighted" in plan)
     chunk = make_chunk(artifact, 40, 3000)
     codec = KVCodec(artifact, CodecConfig(compute_dtype=computed_in))
     frame = codec.encode(chunk, FrameKind.CODED).frame
@@ -48,17 +64,21 @@ def test_decoding_is_as_exact_as_the_plain_path_allows(dtype: str, computed_in: 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 112, 128, 160, 192, 256, 576])
-def test_a_shape_01_head_sizes_and_counts_round_trip(head_dim: int, num_kv_heads: int) -> None:
-    artifact = make_artifact(ModelGeometry(1, num_kv_heads, head_dim, head_dim, "bfloat16"))
+@PLANS
+def test_a_shape_01_head_sizes_and_counts_round_trip(head_dim: int, num_kv_heads: int, make: MakeArtifact) -> None:
+    artifact = make(ModelGeometry(1, num_kv_heads, head_dim, head_dim, "bfloat16"))
     chunk = make_chunk(artifact, 19)
     assert_as_good_as_plain(artifact, chunk, round_trip(artifact, chunk, FrameKind.CODED))
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (64, 96)])
 @KINDS
-def test_a_shape_03_k_and_v_may_differ_in_head_size(head_dim: int, v_head_dim: int, kind: FrameKind) -> None:
+@PLANS
+def test_a_shape_03_k_and_v_may_differ_in_head_size(
+    head_dim: int, v_head_dim: int, kind: FrameKind, make: MakeArtifact
+) -> None:
     geometry = ModelGeometry(2, 2, head_dim, v_head_dim, "bfloat16")
-    artifact = make_artifact(geometry)
+    artifact = make(geometry)
     codec = KVCodec(artifact, CodecConfig())
     assert geometry.bytes_per_token == 2 * 2 * 2 * (head_dim + v_head_dim)
     chunk = make_chunk(artifact, 21)
@@ -111,8 +131,9 @@ def test_fp8_frames_are_within_the_format(dtype: str) -> None:
 
 @pytest.mark.parametrize("spread", [1e-8, 1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("kind", [FrameKind.CODED, FrameKind.FP8])
-def test_a_num_02_small_and_large_ranges_are_coded(spread: float, kind: FrameKind) -> None:
-    artifact = make_artifact(weighted=False)
+@PLANS
+def test_a_num_02_small_and_large_ranges_are_coded(spread: float, kind: FrameKind, make: MakeArtifact) -> None:
+    artifact = make(GEOMETRY)
     generator = torch.Generator().manual_seed(0)
     keys = (torch.rand(3, 9, 2, 16, generator=generator) - 0.5) * spread
     values = (torch.rand(3, 9, 2, 12, generator=generator) - 0.5) * spread
@@ -128,8 +149,11 @@ def test_a_num_02_small_and_large_ranges_are_coded(spread: float, kind: FrameKin
     ],
 )
 @pytest.mark.parametrize("side", list(Side), ids=lambda side: side.name)
-def test_a_num_02_what_cannot_be_coded_is_stored_raw(kind: FrameKind, bad: float, side: Side) -> None:
-    artifact = make_artifact()
+@PLANS
+def test_a_num_02_what_cannot_be_coded_is_stored_raw(
+    kind: FrameKind, bad: float, side: Side, make: MakeArtifact
+) -> None:
+    artifact = make(GEOMETRY)
     codec = KVCodec(artifact, CodecConfig())
     chunk = make_chunk(artifact, 30)
     tensor = chunk.keys if side is Side.K else chunk.values
@@ -142,8 +166,9 @@ def test_a_num_02_what_cannot_be_coded_is_stored_raw(kind: FrameKind, bad: float
     assert torch.equal(values.view(torch.int16), chunk.values.view(torch.int16))
 
 
-def test_a_num_02_bad_input_is_seen_even_where_nothing_is_kept() -> None:
-    artifact = make_artifact(groups=())
+@pytest.mark.parametrize("step", [0.0, STEP], ids=["grouped", "uniform"])
+def test_a_num_02_bad_input_is_seen_even_where_nothing_is_kept(step: float) -> None:
+    artifact = make_artifact(groups=(), step=step)
     chunk = make_chunk(artifact, 5)
     assert KVCodec(artifact, CodecConfig()).encode(chunk, FrameKind.CODED).kind is FrameKind.CODED
     chunk.values[0, 0, 0, 0] = torch.nan
@@ -171,18 +196,3 @@ def test_a_num_03_constant_kv_is_recovered(constant: float) -> None:
 
 def assert_equal_tokens(values: torch.Tensor) -> None:
     torch.testing.assert_close(values, values[:, :1].expand_as(values), rtol=2**-7, atol=0)
-
-
-def test_gaussian_ranges_lower_the_error_at_equal_size_and_decode_the_same_way() -> None:
-    errors = []
-    for rule in ("minmax", "gaussian"):
-        artifact = make_artifact(groups=(Group(0, 16, 2), Group(16, 16, 1)), rule=rule)
-        chunk = make_chunk(artifact, 200)
-        codec = KVCodec(artifact, CodecConfig(coder="identity"))
-        frame = codec.encode(chunk, FrameKind.CODED).frame
-        keys, _ = restore(
-            KVCodec(make_artifact(groups=(Group(0, 16, 2), Group(16, 16, 1))), CodecConfig()), frame, 100, 200
-        )
-        errors.append((rms(keys - chunk.keys.float()), len(frame)))
-    assert errors[1][0] < errors[0][0]
-    assert errors[1][1] == errors[0][1]

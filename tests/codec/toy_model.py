@@ -13,7 +13,6 @@ from sglang_kvtc.artifact.schema import (
     Group,
     ModelFingerprint,
     Plan,
-    RangeRule,
     RopeSpec,
     SideBasis,
     SidePlan,
@@ -29,6 +28,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 GEOMETRY = ModelGeometry(num_layers=3, num_kv_heads=2, head_dim=16, v_head_dim=12, dtype="bfloat16")
 GROUPS = (Group(0, 1, 8), Group(1, 16, 5), Group(17, 16, 3), Group(34, 16, 1))
 """Four widths, two sizes, and component 33 is not kept."""
+UNIFORM_GROUPS = (Group(0, 5, 12), Group(5, 21, 8), Group(26, 19, 4))
+"""Of a plan of step STEP: two rows of symbols per component, one, and half of one."""
+STEP = 0.1
 RANK = 50
 RATIO = 8.0
 
@@ -67,11 +69,13 @@ def make_artifact(
     rope: RopeSpec | None = None,
     groups: tuple[Group, ...] = GROUPS,
     *,
-    rule: RangeRule = "minmax",
+    step: float = 0.0,
     weighted: bool = True,
 ) -> Artifact:
-    """One plan of ratio RATIO, the same for K and V. weighted: features are, by `head_weights`."""
-    plan = SidePlan(groups, predicted_error=0.1, range_rule=rule)
+    """One plan of ratio RATIO, the same for K and V; with a step it is uniform. weighted: features are, by
+    `head_weights`.
+    """
+    plan = SidePlan(groups, predicted_error=0.1, step=step)
     return Artifact(
         geometry=geometry,
         rope=rope or rope_of(geometry),
@@ -81,6 +85,11 @@ def make_artifact(
         plans=(Plan(RATIO, plan, plan),),
         digest=bytes(range(16)),
     )
+
+
+def make_uniform_artifact(geometry: ModelGeometry = GEOMETRY, rope: RopeSpec | None = None) -> Artifact:
+    """The toy artifact with a uniform plan."""
+    return make_artifact(geometry, rope, UNIFORM_GROUPS, step=STEP)
 
 
 def with_a_finer_plan() -> Artifact:

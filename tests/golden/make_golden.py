@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import zlib
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,28 @@ def good_frames() -> dict[str, tuple[FrameHeader, Sections, str, Symbols | None]
         "deflate",
         (none_kept, np.zeros((8, 24), np.uint8)),
     )
+    frames["coded_uniform"] = _uniform_frame()
     return frames
+
+
+UNIFORM_GROUPS = ((2, 12), (3, 8), (2, 4))
+"""Number of components and width, in the order of the plan of the golden uniform frame."""
+UNIFORM_STEP = 0.1
+
+
+def _uniform_frame() -> tuple[FrameHeader, Sections, str, Symbols | None]:
+    rng = np.random.default_rng(5)
+    row_widths = np.array([8, 8, 4, 4, 8, 8, 8, 4, 4], np.uint8)
+    rows = symbols(rng, row_widths, 24)
+    rows[:, 0] = 0
+    rows[:, 1] = (1 << row_widths.astype(int)) - 1
+    codes = np.r_[0, 255, rng.integers(110, 150, 22)].astype(np.uint8)
+    content = {
+        **sections(FrameKind.CODED),
+        SectionId.K_PARAMS: codes,
+        SectionId.K_SYMBOLS: bitpack.pack(rows, row_widths),
+    }
+    return header(FrameKind.CODED), content, "deflate", (row_widths, rows)
 
 
 def foreign_frames() -> dict[str, tuple[FrameHeader, Sections, bytes]]:
@@ -241,7 +264,11 @@ def main() -> None:
         _write(HERE / "v1" / name, written, _description(wanted, content, None))
     for name, (wanted, content, coder, k_symbols) in good_frames().items():
         written = write_frame(wanted, content, coder, 6)
-        _write(HERE / "v1" / name, written, _description(wanted, content, k_symbols))
+        described = _description(wanted, content, k_symbols)
+        if name == "coded_uniform":
+            described["k_step"], described["k_groups"] = UNIFORM_STEP, UNIFORM_GROUPS
+            described["k_coefficients"] = [[value.hex() for value in row] for row in uniform_coefficients()]
+        _write(HERE / "v1" / name, written, described)
     wanted = expectation(header(FrameKind.CODED))
     for name, (written, error) in bad_frames().items():
         _write(HERE / "bad" / name, written, {"error": error, "expected": _plain(wanted)})
@@ -257,6 +284,26 @@ def _description(wanted: FrameHeader, content: Sections, k_symbols: Symbols | No
         description["k_widths"] = widths.tolist()
         description["k_symbols"] = [row.tobytes().hex() for row in given]
     return description
+
+
+def uniform_coefficients() -> list[list[float]]:
+    """Those of K in the golden uniform frame, from the numbers it was made of: [num_components][num_tokens]."""
+    _, content, _, k_symbols = _uniform_frame()
+    assert k_symbols is not None
+    rows = [row.tolist() for row in k_symbols[1]]
+    symbols_of = [[16 * upper + lower for upper, lower in zip(rows[c], rows[c + 2], strict=True)] for c in (0, 1)]
+    symbols_of += rows[4:]
+    offsets = [2 ** (width - 1) for size, width in UNIFORM_GROUPS for _ in range(size)]
+    steps = []
+    for code in memoryview(content[SectionId.K_PARAMS]):
+        # 8 significant bits of 0.1 x 2^(e/4), by decimal arithmetic.
+        exact = Decimal("0.1") * Decimal(2) ** (Decimal(code - 128) / 4)
+        unit = Decimal(2) ** (math.frexp(float(exact))[1] - 8)
+        steps.append(float((exact / unit).to_integral_value() * unit))
+    return [
+        [(symbol - offset) * step for symbol, step in zip(row, steps, strict=True)]
+        for row, offset in zip(symbols_of, offsets, strict=True)
+    ]
 
 
 def _plain(value: FrameHeader | FrameExpectation) -> dict[str, Any]:

@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from bitstream import plain_reader
 from bitstream.reading import decoded, plainly_decoded
 from golden import sizes
 from golden.make_golden import HERE, bad_frames, foreign_frames, good_frames
 
+from sglang_kvtc.artifact.schema import Group, SidePlan
 from sglang_kvtc.bitstream import bitpack
 from sglang_kvtc.bitstream.entropy import SUPPORTED
 from sglang_kvtc.bitstream.frame import SectionId, open_frame, write_frame
 from sglang_kvtc.bitstream.header import FrameExpectation, FrameKind
+from sglang_kvtc.codec.uniform import UniformQuantizer
 from sglang_kvtc.errors import BitstreamError
 
 GOOD = sorted((HERE / "v1").glob("*.kvtc"))
@@ -59,6 +62,28 @@ def test_golden_symbols_unpack_to_what_was_quantised(frame: Path) -> None:
     packed, num_tokens = open_frame(frame.read_bytes()).section(SectionId.K_SYMBOLS), expected["header"]["num_tokens"]
     np.testing.assert_array_equal(bitpack.unpack(packed, widths, num_tokens), rows)
     np.testing.assert_array_equal(plain_reader.unpack(packed.tobytes(), widths, num_tokens), rows)
+
+
+def test_golden_coefficients_of_a_uniform_plan() -> None:
+    path = HERE / "v1" / "coded_uniform.kvtc"
+    expected = description(path)
+    coefficients = np.array([[float.fromhex(value) for value in row] for row in expected["k_coefficients"]])
+    assert len(set(coefficients.flat)) > 100
+    plain = plain_reader.uniform_coefficients(
+        plain_reader.read(path.read_bytes()), "K", expected["k_groups"], expected["k_step"]
+    )
+    np.testing.assert_array_equal(plain, coefficients)
+
+    starts = np.cumsum([0, *(size for size, _ in expected["k_groups"])])
+    groups = tuple(Group(int(at), *group) for at, group in zip(starts, expected["k_groups"], strict=False))
+    plan = SidePlan(groups, 0.0, step=expected["k_step"])
+    quantizer = UniformQuantizer.from_plan(plan, np.ones(starts[-1], np.float32))
+    opened = open_frame(path.read_bytes())
+    symbols = bitpack.unpack(opened.section(SectionId.K_SYMBOLS), quantizer.row_widths, coefficients.shape[1])
+    codes = opened.section(SectionId.K_PARAMS).copy()
+    decoded = torch.empty(coefficients.shape)
+    quantizer.dequantize(torch.from_numpy(symbols), torch.from_numpy(codes), decoded)
+    np.testing.assert_array_equal(decoded.double(), coefficients)
 
 
 def test_golden_frames_cover_kinds_coders_widths_and_small_frames() -> None:

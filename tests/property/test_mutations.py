@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from bitstream.mutations import mutated
 from bitstream.reading import assert_same_outcome, decoded, is_sealed, plainly_decoded, watched_decoders
 from bitstream.sample_frames import CODERS, GEOMETRY, expectation, frame, resealed
-from codec.toy_model import make_artifact, make_chunk
+from codec.toy_model import make_artifact, make_chunk, make_uniform_artifact
 
+from sglang_kvtc.artifact.schema import Artifact
 from sglang_kvtc.bitstream.header import FrameKind, max_section_bytes
 from sglang_kvtc.codec.codec import KVCodec
 from sglang_kvtc.config import CodecConfig
@@ -61,9 +63,12 @@ def test_a_bit_02_ten_thousand_damaged_frames_are_refused_by_name_or_decode_with
 
 @pytest.mark.parametrize("kind", FrameKind)
 @pytest.mark.parametrize("coder", CODERS)
-def test_wrong_writers_get_tensors_of_the_right_shape_or_a_named_error(kind: FrameKind, coder: str) -> None:
+@pytest.mark.parametrize("make", [make_artifact, make_uniform_artifact], ids=["grouped", "uniform"])
+def test_wrong_writers_get_tensors_of_the_right_shape_or_a_named_error(
+    kind: FrameKind, coder: str, make: Callable[[], Artifact]
+) -> None:
     """The whole decoder, up to one layer of keys and values."""
-    artifact = make_artifact()
+    artifact = make()
     codec = KVCodec(artifact, CodecConfig(coder=coder))
     chunk = make_chunk(artifact, 20)
     whole = codec.encode(chunk, kind).frame
