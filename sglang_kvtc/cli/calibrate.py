@@ -144,7 +144,7 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         type=_numbers,
         default=(),
         metavar="R[,R]",
-        help="target ratios before entropy coding, one plan each (default 16); 1 alone is lossless",
+        help="target ratios (preset paper: before entropy coding), one plan each (default 16); 1 alone is lossless",
     )
     targets.add_argument(
         "--k-ratio",
