@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton.language
 
-KERNELS = ("launch", "cell_lists", "paged_attention")
+KERNELS = ("launch", "cell_lists", "paged_attention", "pack", "quantize", "uniform")
 
 
 def loaded_triton() -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # Shared memory of a block on the GPUs that have least of it, those of compute capability 8.6, 8.9 and 12.0.
@@ -72,23 +73,106 @@ CASES = (
     "90 256 256 1 bf16",
     "100 128 128 8 bf16",
 )
+# Compute capability and kernel of the codec.
+CODEC_CASES = (
+    *(f"90 {name}" for name in ("encode-1", "encode-256", "decode", "measure", "choose", "encode", "decode-fp16")),
+    "80 encode-16",
+    "100 encode-16",
+)
+
+COMPILE_CODEC = """
+import sys
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from sglang_kvtc.kernels.triton_ops import pack, quantize, uniform
+
+TYPES = {
+    **dict.fromkeys(("coefficients", "squares", "reaches", "inverse_deviations", "inverse_levels", "steps"), "*fp32"),
+    **dict.fromkeys(("widths", "groups", "first_rows", "members", "refused"), "*i32"),
+    **dict.fromkeys(("starts", "upper_starts", "lower_starts"), "*i32"),
+    **dict.fromkeys(("packed", "codes"), "*u8"), "params": "*fp16",
+}
 
 
-def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
+def compiled(kernel, capability, constants, is_transposed=False, out="bf16"):
+    signature, constexprs = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], constexprs[place,] = "constexpr", constants[argument]
+        elif argument == "strides":
+            signature[argument] = ("constexpr", "i32") if is_transposed else ("i32", "constexpr")
+            constexprs[place, 0 if is_transposed else 1] = 1
+        else:
+            signature[argument] = {**TYPES, "out": "*" + out}.get(argument, "i32")
+    # The options with which the operations launch.
+    return compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constexprs),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 4, **pack.EXACT_OPTIONS},
+    )
+
+
+encode = {"rows": uniform.ENCODED_ROWS, "tile_words": uniform.TILE_WORDS}
+decode = {**encode, "rows": uniform.DECODED_ROWS}
+measure = {"split_rows": uniform.SPLIT_ROWS, "rows": uniform.SUM_ROWS, "tokens": uniform.SUM_TOKENS}
+KERNELS = {
+    **{
+        f"encode-{size}": (quantize._quantize_and_pack, {"size": size, "rows": rows, "tile_words": words})
+        for size in (1, 16, 256)
+        for rows, words in [quantize.tile_of(size)]
+    },
+    "decode": (
+        quantize._unpack_and_dequantize, {"rows": quantize.DECODED_ROWS, "tile_words": quantize.DECODED_WORDS}, True
+    ),
+    "measure": (uniform._measure, measure),
+    "choose": (uniform._choose_steps, {"tokens": uniform.STEP_TOKENS}),
+    "encode": (uniform._quantize_and_pack, encode),
+    "decode-fp16": (uniform._unpack_and_dequantize, decode, False, "fp16"),
+}
+INEXACT = ("fma.rn.f32", "div.full", "div.approx", "sqrt.approx", ".ftz")
+
+for case in sys.argv[1:]:
+    capability, name = case.split()
+    kernel, *arguments = KERNELS[name]
+    code = compiled(kernel, int(capability), *arguments)
+    ptx = code.asm["ptx"]
+    found = "+".join(instruction for instruction in INEXACT if instruction in ptx)
+    print(case, code.metadata.shared, "div.rn.f32" in ptx, found, sep=",")
+"""
+
+
+def compile_for_gpus(script: str, cases: Sequence[str], cache: Path) -> list[list[str]]:
+    """The lines that the script prints about its cases, split at commas."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # A process of its own, whose Triton does not interpret.
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMPILE, *CASES],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-W", "error", "-c", script, *cases],
+        env={**environment, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    compiled = [line.split(",") for line in result.stdout.splitlines()]
+    return [line.split(",") for line in result.stdout.splitlines()]
+
+
+def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    compiled = compile_for_gpus(COMPILE, CASES, tmp_path)
     names = ("_decode", "_decode", "_combine", "_extend")
     assert [(case, name) for case, name, *_ in compiled] == [(case, name) for case in CASES for name in names]
     assert all(int(shared) <= SHARED_BYTES for _, _, shared, _ in compiled)
     # 16 bits are multiplied by tensor cores, 32 bits without being rounded to fewer.
     for case, name, _, uses_tensor_cores in compiled:
         assert name == "_combine" or uses_tensor_cores == str(not case.endswith("fp32"))
+
+
+def test_kernels_of_the_codec_compile_to_exact_arithmetic(tmp_path: Path) -> None:
+    compiled = compile_for_gpus(COMPILE_CODEC, CODEC_CASES, tmp_path)
+    assert [case for case, *_ in compiled] == list(CODEC_CASES)
+    for case, shared, divides, inexact in compiled:
+        assert int(shared) <= SHARED_BYTES
+        # Nothing is fused, flushed to zero or divided approximately, so a GPU computes what the interpreter does.
+        assert (case, inexact) == (case, "")
+        assert (case, divides) == (case, str("encode" in case or "choose" in case))
