@@ -8,9 +8,11 @@ components that need fewer, and a shift and scale on every group and token.
 
 The step of a token is the plan's times a power of 2**(1/4): the smallest one that is not below the plan's step times
 the root mean square of the token's coefficients, each in units of its component's deviation, and at which no level
-leaves the range of its width. So every kept coefficient is off by at most half a step, whatever the text: an outlier
-makes its own token coarser instead of being cut off. Steps of tokens have 8 significant bits, so that their products
-with levels are exact in fp32: every backend decodes to the same coefficients.
+leaves the range of its width. Only components of 8 bits or more are averaged, if there are any: coding raises the
+energy of smaller ones, so that a restored token would be coded more coarsely every time that it is coded again. So
+every kept coefficient is off by at most half a step, whatever the text: an outlier makes its own token coarser instead
+of being cut off. Steps of tokens have 8 significant bits, so that their products with levels are exact in fp32: every
+backend decodes to the same coefficients.
 
 A component of more than 8 bits has two rows of symbols (FORMAT.md section 6): its upper 8 bits, and the others.
 """
@@ -18,6 +20,7 @@ A component of more than 8 bits has two rows of symbols (FORMAT.md section 6): i
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -82,8 +85,9 @@ class LevelRun:
 class UniformQuantizer:
     """A uniform plan, ready for use: a `codec.transform.Quantizer`.
 
-    row_widths: u8[num_rows]. steps: f32[256], of tokens by code. inverse_deviations: f32[num_components, 1], 0 for
-    components that never vary. inverse_levels: f32[num_components, 1], one over the largest level.
+    row_widths: u8[num_rows]. steps: f32[256], of tokens by code. inverse_deviations: f32[num_components, 1], whose
+    products with coefficients have the mean square to choose a step by; 0 for what does not count. inverse_levels:
+    f32[num_components, 1], one over the largest level.
     """
 
     runs: tuple[LevelRun, ...]
@@ -104,7 +108,11 @@ class UniformQuantizer:
             if width
         ]
         largest_levels = (1 << (plan.widths.astype(np.int64) - 1)) - 1
-        inverse = np.divide(1.0, deviations, out=np.zeros_like(deviations), where=deviations > 0)
+        counts = plan.widths >= _ROW_BITS
+        if not counts.any():
+            counts[:] = True
+        share = math.sqrt(len(counts) / max(1, counts.sum()))
+        inverse = np.divide(share, deviations, out=np.zeros_like(deviations), where=counts & (deviations > 0))
         return cls(
             runs=runs,
             row_widths=np.concatenate(widths) if widths else np.zeros(0, np.uint8),

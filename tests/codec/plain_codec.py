@@ -148,10 +148,11 @@ def token_step(step: float, code: int) -> float:
 
 def levels_and_back(values: torch.Tensor, plan: SidePlan, deviations: torch.Tensor) -> tuple[int, torch.Tensor]:
     """One token of a uniform plan: the code of its scale, and f64[kept components] as it decodes."""
-    energy = sum(
-        (value / deviation) ** 2 for value, deviation in zip(values.tolist(), deviations.tolist(), strict=True)
-    )
-    needed = math.sqrt(energy / len(values)) * token_step(plan.step, 128)
+    pairs = list(zip(values.tolist(), deviations.tolist(), plan.widths.tolist(), strict=True))
+    wide = [(value, deviation) for value, deviation, width in pairs if width >= 8]
+    counted = wide or [(value, deviation) for value, deviation, _ in pairs]
+    energy = sum((value / deviation) ** 2 for value, deviation in counted)
+    needed = math.sqrt(energy / len(counted)) * token_step(plan.step, 128)
     for value, width in zip(values.tolist(), plan.widths.tolist(), strict=True):
         needed = max(needed, abs(value) / (2 ** (width - 1) - 1))
     code = next(code for code in range(256) if token_step(plan.step, code) >= needed)
