@@ -34,6 +34,14 @@ def row_starts(row_widths: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
     return before
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def tile(rows: tl.constexpr, words: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of program (i, j): components i32[rows, 1, 1], words i32[1, words, 1] and their tokens i32[1, words, 8]."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None, None]
+    word = tl.program_id(1) * words + tl.arange(0, words)[None, :, None]
+    return row, word, word * 8 + tl.arange(0, 8)[None, None, :]
+
+
 @triton.jit
 def first_byte(starts, row, num_rows, num_tokens, exists):  # type: ignore[no-untyped-def]
     """i64, first byte of rows of a plan. starts: from `row_starts`, i32[9, num_rows]."""

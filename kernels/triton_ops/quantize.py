@@ -44,6 +44,7 @@ from sglang_kvtc.kernels.triton_ops.pack import (
     row_bytes,
     row_starts,
     store_symbols,
+    tile,
 )
 
 TILE_WORDS = 128
@@ -220,9 +221,7 @@ def _unpack_and_dequantize(  # type: ignore[no-untyped-def]
 
     The product of 8 and 11 significant bits is exact in fp32, so it does not matter whether it is fused.
     """
-    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None, None]
-    word = tl.program_id(1) * tile_words + tl.arange(0, tile_words)[None, :, None]
-    token = word * 8 + tl.arange(0, 8)[None, None, :]
+    row, word, token = tile(rows, tile_words)
     exists = row < num_components
     is_value = exists & (token < num_tokens)
     width = tl.load(widths + row, mask=exists, other=0)

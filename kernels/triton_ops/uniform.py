@@ -39,6 +39,7 @@ from sglang_kvtc.kernels.triton_ops.pack import (
     refusal_flag,
     row_starts,
     store_symbols,
+    tile,
 )
 
 NUM_STEPS = 256
@@ -191,9 +192,7 @@ def _quantize_and_pack(  # type: ignore[no-untyped-def]
     tile_words: tl.constexpr,
 ):
     """Program (i, block of tokens): `rows` components. symbol = round(coefficient / step) + 2**(width - 1)."""
-    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None, None]
-    word = tl.program_id(1) * tile_words + tl.arange(0, tile_words)[None, :, None]
-    token = word * 8 + tl.arange(0, 8)[None, None, :]
+    row, word, token = tile(rows, tile_words)
     exists = row < num_components
     is_token = token < num_tokens
     width = tl.load(widths + row, mask=exists, other=2)
@@ -231,9 +230,7 @@ def _unpack_and_dequantize(  # type: ignore[no-untyped-def]
     tile_words: tl.constexpr,
 ):
     """Program (i, block of tokens): `rows` components. (symbol - 2**(width - 1)) x step, exact in fp32."""
-    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None, None]
-    word = tl.program_id(1) * tile_words + tl.arange(0, tile_words)[None, :, None]
-    token = word * 8 + tl.arange(0, 8)[None, None, :]
+    row, word, token = tile(rows, tile_words)
     exists = row < num_components
     is_token = token < num_tokens
     width = tl.load(widths + row, mask=exists, other=2)

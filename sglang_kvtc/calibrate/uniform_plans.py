@@ -9,8 +9,9 @@ share a byte, for which a Huffman code needs no less than one bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,8 @@ _FINEST = 2.0**-11
 """The smallest step tried, in deviations of the first component: a width of 12 bits reaches no further."""
 _COARSEST = 4.0
 """The largest step tried: nothing is kept."""
+
+Planned = TypeVar("Planned")
 
 
 def plans_at_ratios(
@@ -140,39 +143,43 @@ def _finest(fits: Sequence[SideFit], budget: int, progress: Progress) -> dict[Si
     """Plans with the smallest common step whose bits fit the budget, which nothing may be too small for."""
     trials = [StepTrial.of(fit) for fit in fits]
     unit = max(trial.step(1.0) for trial in trials)
-    names = " and ".join(fit.side.name for fit in fits)
 
     def at(step: float) -> dict[Side, SidePlan]:
         return {trial.fit.side: trial.plan(step) for trial in trials}
 
-    fine, coarse = _FINEST * unit, _COARSEST * unit
-    found = at(coarse)
-    with progress.stage(f"{names}: step", SEARCH_STEPS, "trials") as advance:
-        for _ in range(SEARCH_STEPS):
-            step = math.sqrt(fine * coarse)
-            plans = at(step)
-            if _bits(plans) <= budget:
-                coarse, found = step, plans
-            else:
-                fine = step
-            advance(1)
-    return found
+    coarse = _COARSEST * unit
+    names = " and ".join(fit.side.name for fit in fits)
+    return _search(at, at(coarse), coarse, _FINEST * unit, lambda plans: _bits(plans) <= budget, names, progress)
 
 
 def _coarsest(fit: SideFit, error: float, progress: Progress) -> SidePlan:
     """The plan with the largest step that keeps the error."""
     trial = StepTrial.of(fit)
-    fine, coarse = trial.step(_FINEST), trial.step(_COARSEST)
+    fine = trial.step(_FINEST)
     found = trial.plan(fine)
     if found.predicted_error > error:
         raise unreachable(error, fit, found.predicted_error, "with the finest step")
-    with progress.stage(f"{fit.side.name}: step", SEARCH_STEPS, "trials") as advance:
+    coarse, name = trial.step(_COARSEST), fit.side.name
+    return _search(trial.plan, found, fine, coarse, lambda plan: plan.predicted_error <= error, name, progress)
+
+
+def _search(
+    at: Callable[[float], Planned],
+    found: Planned,
+    allowed: float,
+    limit: float,
+    is_allowed: Callable[[Planned], bool],
+    names: str,
+    progress: Progress,
+) -> Planned:
+    """What `at` gives for the allowed step nearest to `limit`, by halving. found: that of `allowed`, where to begin."""
+    with progress.stage(f"{names}: step", SEARCH_STEPS, "trials") as advance:
         for _ in range(SEARCH_STEPS):
-            step = math.sqrt(fine * coarse)
-            plan = trial.plan(step)
-            if plan.predicted_error <= error:
-                fine, found = step, plan
+            step = math.sqrt(allowed * limit)
+            tried = at(step)
+            if is_allowed(tried):
+                allowed, found = step, tried
             else:
-                coarse = step
+                limit = step
             advance(1)
     return found

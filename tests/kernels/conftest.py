@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,3 +56,50 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert triton.language is sys.modules["triton.language"]
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel: its name, its grid and what was given by keyword."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
+    """Call it with a module and names of its kernels: they go on running, and every launch is added to the result."""
+
+    def record(module: ModuleType, *names: str) -> list[Launch]:
+        launched: list[Launch] = []
+
+        class Recorder:
+            def __init__(self, name: str) -> None:
+                self.name, self.kernel = name, getattr(module, name)
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+                def run(*arguments: Any, **options: Any) -> Any:
+                    launched.append(Launch(self.name, grid, options))
+                    return self.kernel[grid](*arguments, **options)
+
+                return run
+
+        for name in names:
+            monkeypatch.setattr(module, name, Recorder(name))
+        return launched
+
+    return record
+
+
+@pytest.fixture
+def without_oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Call it with a module or class and names of its functions: from then on they fail."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the oracle ran")
+
+    def forbid(oracle: object, *names: str) -> None:
+        for name in names:
+            monkeypatch.setattr(oracle, name, refuse)
+
+    return forbid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -212,29 +212,18 @@ def test_arrays_of_flashinfer_are_lists_too() -> None:
     assert_within_twice_torch(result.cpu(), requests, SCALING)
 
 
-def test_the_kernels_ran_and_not_their_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the oracle was called")
-
-    monkeypatch.setattr(oracle, "scaled_dot_product_attention", refuse)
-    launched: list[tuple[str, tuple[int, ...]]] = []
-
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(paged_attention, name)
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            launched.append((self.name, grid))
-            return self.kernel[grid]
-
-    for name in ("_decode", "_combine", "_extend"):
-        monkeypatch.setattr(paged_attention, name, Recorder(name))
+def test_the_kernels_ran_and_not_their_oracle(
+    record_launches: Callable[..., list[Any]], without_oracle: Callable[..., None]
+) -> None:
+    without_oracle(oracle, "scaled_dot_product_attention")
+    launched = record_launches(paged_attention, "_decode", "_combine", "_extend")
     request = with_lengths(generator(8), (70, 9))
     cells = in_cells([request], seed=1)
     decode(cells, num_splits=1)
     decode(cells, num_splits=5)
     extend(cells)
-    assert launched == [("_decode", (2, 1)), ("_decode", (2, 5)), ("_combine", (2, 2)), ("_extend", (2,))]
+    found = [(each.kernel, each.grid) for each in launched]
+    assert found == [("_decode", (2, 1)), ("_decode", (2, 5)), ("_combine", (2, 2)), ("_extend", (2,))]
     assert launch.IS_INTERPRETED is (DEVICE == "cpu")
 
 

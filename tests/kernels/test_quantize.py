@@ -26,6 +26,7 @@ from sglang_kvtc.kernels.triton_ops import launch, pack, quantize, uniform
 from sglang_kvtc.types import Side
 
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+KERNELS = ("_quantize_and_pack", "_unpack_and_dequantize")
 GROUPS_OF_ALL_SIZES = (Group(0, 1, 8), Group(1, 1, 3), Group(2, 64, 5), Group(66, 16, 2), Group(82, 16, 7))
 
 
@@ -248,43 +249,20 @@ def test_the_decoder_refuses_tensors_that_do_not_fit_by_name() -> None:
             quantize.unpack_and_dequantize(*arguments)
 
 
-def test_the_kernels_ran_and_not_their_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_ran_and_not_their_oracle(
+    record_launches: Callable[..., list[Any]], without_oracle: Callable[..., None]
+) -> None:
     values, tables = coefficients_of(49, 9).to(DEVICE), tables_of(GROUPS)
-    launched = record_launches(monkeypatch, quantize)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("the oracle ran")
-
-    for oracle, names in ((GroupedQuantizer, ("quantize", "dequantize")), (bitpack, ("pack", "unpack"))):
-        for name in names:
-            monkeypatch.setattr(oracle, name, refuse)
+    launched = record_launches(quantize, *KERNELS)
+    without_oracle(GroupedQuantizer, "quantize", "dequantize")
+    without_oracle(bitpack, "pack", "unpack")
     params, packed, _ = quantize.quantize_and_pack(values, tables)
     # One launch for each size of groups.
-    assert launched == ["_quantize_and_pack"] * 2
+    assert [each.kernel for each in launched] == ["_quantize_and_pack"] * 2
     quantize.unpack_and_dequantize(packed, params, tables, torch.empty_like(values))
-    assert launched[2:] == ["_unpack_and_dequantize"]
+    assert [each.kernel for each in launched[2:]] == ["_unpack_and_dequantize"]
+    assert all(each.options["enable_fp_fusion"] is False for each in launched)
     assert launch.IS_INTERPRETED is (DEVICE.type == "cpu")
-
-
-def record_launches(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
-    """The names of the module's kernels as they are launched, none of which may fuse."""
-    launched: list[str] = []
-
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(module, name)
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            def run(*arguments: Any, **options: Any) -> Any:
-                launched.append(self.name)
-                assert options["enable_fp_fusion"] is False
-                return self.kernel[grid](*arguments, **options)
-
-            return run
-
-    for name in ("_quantize_and_pack", "_unpack_and_dequantize"):
-        monkeypatch.setattr(module, name, Recorder(name))
-    return launched
 
 
 @pytest.mark.parametrize(
@@ -296,13 +274,13 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
     ids=["grouped", "uniform"],
 )
 def test_frames_of_the_kernels_sections_are_those_of_the_codec(
-    artifact: Artifact, module: Any, tables_type: Any, monkeypatch: pytest.MonkeyPatch
+    artifact: Artifact, module: Any, tables_type: Any, record_launches: Callable[..., list[Any]]
 ) -> None:
     config = CodecConfig()
     chunk = make_chunk(artifact, 37)
     expected = KVCodec(artifact, config).encode(chunk, FrameKind.CODED)
     assert expected.kind is FrameKind.CODED
-    launched = record_launches(monkeypatch, module)
+    launched = record_launches(module, *KERNELS)
     positions = torch.arange(chunk.start_position, chunk.start_position + chunk.num_tokens)
     undo = Rotation(positions, artifact.rope, artifact.geometry.num_kv_heads, inverse=True)
     sections = {}
@@ -325,4 +303,5 @@ def test_frames_of_the_kernels_sections_are_those_of_the_codec(
         assert torch.equal(restored.cpu(), token_coefficients(torch.from_numpy(symbols), params.cpu(), coding))
     written = write_frame(read_header(expected.frame), sections, config.coder, config.coder_level)
     assert written == expected.frame
-    assert set(launched) == {"_quantize_and_pack", "_unpack_and_dequantize"}
+    assert {each.kernel for each in launched} == set(KERNELS)
+    assert all(each.options["enable_fp_fusion"] is False for each in launched)

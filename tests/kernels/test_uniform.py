@@ -229,34 +229,18 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
             uniform.unpack_and_dequantize(*arguments)
 
 
-def test_the_kernels_ran_and_not_their_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_ran_and_not_their_oracle(
+    record_launches: Callable[..., list[Any]], without_oracle: Callable[..., None]
+) -> None:
     quantizer = quantizer_of()
     tables = uniform.LevelTables.from_quantizer(quantizer, DEVICE)
     values = coefficients_of(quantizer, 9).to(DEVICE)
-    launched: list[str] = []
-
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(uniform, name)
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            def run(*arguments: Any, **options: Any) -> Any:
-                launched.append(self.name)
-                assert options["enable_fp_fusion"] is False
-                return self.kernel[grid](*arguments, **options)
-
-            return run
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("the oracle ran")
-
-    names = ("_measure", "_choose_steps", "_quantize_and_pack", "_unpack_and_dequantize")
-    for name in names:
-        monkeypatch.setattr(uniform, name, Recorder(name))
-    for oracle, functions in ((UniformQuantizer, ("quantize", "dequantize")), (bitpack, ("pack", "unpack"))):
-        for function in functions:
-            monkeypatch.setattr(oracle, function, refuse)
+    names = ["_measure", "_choose_steps", "_quantize_and_pack", "_unpack_and_dequantize"]
+    launched = record_launches(uniform, *names)
+    without_oracle(UniformQuantizer, "quantize", "dequantize")
+    without_oracle(bitpack, "pack", "unpack")
     codes, packed, _ = uniform.quantize_and_pack(values, tables)
     uniform.unpack_and_dequantize(packed, codes, tables, torch.empty_like(values))
-    assert tuple(launched) == names
+    assert [each.kernel for each in launched] == names
+    assert all(each.options["enable_fp_fusion"] is False for each in launched)
     assert launch.IS_INTERPRETED is (DEVICE.type == "cpu")
